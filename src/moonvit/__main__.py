@@ -1,0 +1,3 @@
+from moonvit.cli import main
+
+main()

@@ -1,0 +1,91 @@
+"""`moonvit doctor`."""
+
+import json
+import os
+import platform
+from typing import Any
+
+import click
+import huggingface_hub
+import numpy
+import PIL
+import safetensors
+import torch
+from huggingface_hub import constants
+from PIL import features
+
+from moonvit._version import __version__
+from moonvit.cli import options
+
+_CODECS = ("jpg", "jpg_2000", "webp", "avif", "libtiff", "zlib")
+
+
+@click.command("doctor")
+@options.output_format("human", "json")
+def command(kind: str) -> None:
+    """Show what moonvit runs on: processor features in use, threads, libraries, codecs, cache places."""
+    document = examine()
+    if kind == "json":
+        click.echo(json.dumps(document, indent=2))
+        return
+    for section, entries in document.items():
+        click.echo(section)
+        for key, value in entries.items():
+            click.echo(f"  {key:<18} {value}")
+
+
+def examine() -> dict[str, dict[str, Any]]:
+    """The facts, by section."""
+    return {
+        "versions": {
+            "moonvit": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+            "pillow": PIL.__version__,
+            "safetensors": safetensors.__version__,
+            "huggingface-hub": huggingface_hub.__version__,
+        },
+        "processor": {
+            "machine": platform.machine(),
+            "torch kernels": torch.backends.cpu.get_cpu_capability(),
+            "features": " ".join(_cpu_flags()) or "unknown",
+            "threads": torch.get_num_threads(),
+            "usable cores": _usable_cores(),
+        },
+        "devices": {
+            "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+            "mps": bool(torch.backends.mps.is_available()),
+        },
+        "codecs": {name: _codec(name) for name in _CODECS},
+        "places": {
+            "HF_HOME": constants.HF_HOME,
+            "hub cache": constants.HF_HUB_CACHE,
+            "endpoint": constants.ENDPOINT,
+            "offline": constants.HF_HUB_OFFLINE,
+        },
+    }
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_flags() -> list[str]:
+    """The matrix and vector features that decide which kernels run, where the system tells them."""
+    wanted = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
+    try:
+        with open("/proc/cpuinfo") as file:  # noqa: PTH123
+            flags = next((line.split(":")[1].split() for line in file if line.startswith("flags")), [])
+    except OSError:
+        return []
+    return [flag for flag in wanted if flag in flags]
+
+
+def _codec(name: str) -> str:
+    if not features.check(name):
+        return "missing"
+    version = features.version(name)
+    return f"yes ({version})" if version else "yes"

@@ -1,0 +1,192 @@
+"""`moonvit encode`."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from moonvit._version import __version__
+from moonvit.cli import fail, one_line, options
+from moonvit.cli.sources import expand
+from moonvit.encoder import Encoder, grouped, progress_bar
+from moonvit.errors import ImageError
+from moonvit.pixels.decode import Limits, describe
+from moonvit.pixels.kimi import Prepared
+from moonvit.weights.writer import SafetensorsWriter
+
+
+@dataclass
+class Row:
+    """What is reported of one picture."""
+
+    source: str
+    tokens: int
+    shape: list[int]
+    grid_thw: list[int]
+    size: list[int]
+    name: str | None
+
+
+@dataclass
+class Job:
+    """The pictures of one call: what was encoded and what failed."""
+
+    encoder: Encoder
+    rows: list[Row]
+    failures: list[tuple[str, str]]
+
+    def prepared(self, sources: list[str], names: list[str], **how: Any) -> Iterator[Prepared]:
+        """Pictures that can be read; the others are reported at once and passed over."""
+        for source in sources:
+            try:
+                yield self.encoder.processor.prepare(source, **how)
+                names.append(describe(source))
+            except ImageError as error:
+                self.failures.append((describe(source), one_line(error)))
+                fail(one_line(error))
+
+
+@click.command("encode")
+@click.argument("images", nargs=-1, required=True, metavar="IMG...")
+@options.model
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write a safetensors file."
+)
+@options.dtype
+@options.norm_eps
+@options.device
+@options.max_tokens
+@options.max_pixels
+@options.max_bytes
+@options.exif
+@click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Pictures a pass.")
+@click.option(
+    "--store",
+    type=click.Choice(["float32", "model"]),
+    default="float32",
+    show_default=True,
+    help="Type in the output: float32, or the model's own.",
+)
+@options.output_format("human", "json", "quiet")
+def command(
+    images: tuple[str, ...],
+    model: str,
+    output: Path | None,
+    dtype: str,
+    norm_eps: float | None,
+    device: str,
+    max_tokens: int | None,
+    max_pixels: int | None,
+    max_bytes: int | None,
+    exif: str,
+    batch_size: int,
+    store: str,
+    kind: str,
+) -> None:
+    """Encode pictures into embeddings for the text model.
+
+    IMG is a file, a directory, a pattern or a data URL. A picture that cannot be read is reported and the
+    rest is done; the exit code is then 1.
+    """
+    began = time.perf_counter()
+    limits = Limits(pixels=max_pixels or Limits.pixels, bytes=max_bytes or Limits.bytes)
+    encoder = Encoder.from_pretrained(model, dtype=dtype, device=device, norm_eps=norm_eps, limits=limits)
+    loaded = time.perf_counter()
+    job = Job(encoder, [], [])
+    sources = expand(images)
+    how = {"max_tokens": max_tokens, "exif": exif}
+    if output is None:
+        _run(job, sources, how, batch_size, store, kind, None)
+    else:
+        with SafetensorsWriter(output, reserve=4096 + 256 * len(sources)) as writer:
+            _run(job, sources, how, batch_size, store, kind, writer)
+            _write_tables(job, writer, {**how, "store": store})
+    seconds = {"load": loaded - began, "encode": time.perf_counter() - loaded}
+    _report(job, seconds, output, kind)
+    sys.exit(1 if job.failures else 0)
+
+
+def _run(
+    job: Job,
+    sources: list[str],
+    how: dict[str, Any],
+    batch_size: int,
+    store: str,
+    kind: str,
+    writer: SafetensorsWriter | None,
+) -> None:
+    names: list[str] = []
+    with progress_bar(len(sources), kind != "quiet" and len(sources) > 1 and sys.stderr.isatty()) as bar:
+        for group in grouped(job.prepared(sources, names, **how), batch_size):
+            for picture, embedding in zip(
+                group, job.encoder.embed(job.encoder.processor.pack(group)), strict=True
+            ):
+                number = len(job.rows)
+                name = f"embeddings/{number}" if writer else None
+                if writer:
+                    writer.add(f"embeddings/{number}", embedding.float() if store == "float32" else embedding)
+                plan = picture.plan
+                job.rows.append(
+                    Row(
+                        source=names[number],
+                        tokens=len(embedding),
+                        shape=list(embedding.shape),
+                        grid_thw=list(plan.grid),
+                        size=[plan.width, plan.height],
+                        name=name,
+                    )
+                )
+            bar.update(len(group))
+
+
+def _write_tables(job: Job, writer: SafetensorsWriter, how: dict[str, Any]) -> None:
+    """Grids, sizes and where all of it came from."""
+    grids = [row.grid_thw for row in job.rows]
+    sizes = [row.size for row in job.rows]
+    writer.add("grid_thws", torch.tensor(grids, dtype=torch.int64).reshape(-1, 3))
+    writer.add("sizes", torch.tensor(sizes, dtype=torch.int64).reshape(-1, 2))
+    encoder = job.encoder
+    writer.metadata.update(
+        sources=json.dumps([row.source for row in job.rows]),
+        failures=json.dumps([{"source": source, "error": error} for source, error in job.failures]),
+        model=encoder.fingerprint,
+        norm_eps=repr(encoder.config.norm_eps),
+        dtype=str(encoder.dtype).removeprefix("torch."),
+        version=__version__,
+        **{key: json.dumps(value) for key, value in how.items()},
+    )
+
+
+def _report(job: Job, seconds: dict[str, float], output: Path | None, kind: str) -> None:
+    if kind == "json":
+        document = {
+            "images": [asdict(row) for row in job.rows],
+            "failures": [{"source": source, "error": error} for source, error in job.failures],
+            "norm_eps": job.encoder.config.norm_eps,
+            "dtype": str(job.encoder.dtype).removeprefix("torch."),
+            "seconds": {key: round(value, 4) for key, value in seconds.items()},
+            "output": str(output) if output else None,
+        }
+        click.echo(json.dumps(document, indent=2))
+    elif kind == "human":
+        for row in job.rows:
+            t, h, w = row.grid_thw
+            place = f"  {row.name}" if row.name else ""
+            width, height = row.size
+            click.echo(
+                f"{row.source}  {width}x{height}  grid {t}x{h}x{w}  "
+                f"{row.tokens} tokens  shape {row.shape}{place}"
+            )
+        failed = f", {len(job.failures)} failed" if job.failures else ""
+        tokens = sum(row.tokens for row in job.rows)
+        click.echo(
+            f"{len(job.rows)} pictures, {tokens} tokens{failed}; "
+            f"loaded in {seconds['load']:.2f} s, encoded in {seconds['encode']:.2f} s"
+        )
+        click.echo(f"embeddings: {output}" if output else "embeddings: not kept; -o FILE writes them")

@@ -1,0 +1,108 @@
+"""`moonvit info`."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from moonvit.cli import options
+from moonvit.config import PixelConfig, VisionConfig, check_agreement
+from moonvit.errors import ConfigError
+from moonvit.towers.kimi_k3 import KimiK3Vision
+from moonvit.weights.checkpoint import LocalCheckpoint
+from moonvit.weights.load import checkpoint_faults, expected_shapes
+from moonvit.weights.source import find_checkpoint
+
+
+@click.command("info")
+@click.argument("model", metavar="M")
+@options.output_format("human", "json")
+def command(model: str, kind: str) -> None:
+    """Show geometry, tensors, shards and pixel rules of checkpoint M, and what is wrong with it.
+
+    Reads headers only. The exit code is 1 if the checkpoint cannot be loaded.
+    """
+    document = describe_checkpoint(find_checkpoint(model))
+    if kind == "json":
+        click.echo(json.dumps(document, indent=2))
+    else:
+        _print(document)
+    sys.exit(1 if document["faults"] else 0)
+
+
+def describe_checkpoint(directory: Path) -> dict[str, Any]:
+    """All that headers and configs tell, as one JSON-like document."""
+    checkpoint = LocalCheckpoint(directory)
+    faults: list[str] = []
+    vision, pixels = _configs(checkpoint, faults)
+    expected: dict[str, tuple[int, ...]] = {}
+    if vision is not None:
+        with torch.device("meta"):
+            expected = expected_shapes(KimiK3Vision(vision))
+        faults += checkpoint_faults(checkpoint, expected)
+    else:
+        faults += checkpoint.faults
+    return {
+        "path": str(directory),
+        "geometry": asdict(vision) | {"head_dim": vision.head_dim} if vision else None,
+        "preprocessor": asdict(pixels) if pixels else None,
+        "tensors": {"found": len(checkpoint.tensors), "expected": len(expected) or None},
+        "parameters": sum(_count(stored.entry.shape) for stored in checkpoint.tensors.values()),
+        "bytes": checkpoint.nbytes,
+        "dtypes": sorted({stored.entry.dtype for stored in checkpoint.tensors.values()}),
+        "shards": _shards(checkpoint),
+        "faults": faults,
+    }
+
+
+def _configs(
+    checkpoint: LocalCheckpoint, faults: list[str]
+) -> tuple[VisionConfig | None, PixelConfig | None]:
+    vision = pixels = None
+    try:
+        vision = VisionConfig.from_dict(checkpoint.config, "config.json")
+    except ConfigError as error:
+        faults.append(str(error))
+    try:
+        pixels = PixelConfig.from_dict(checkpoint.preprocessor, "preprocessor_config.json")
+        if vision is not None:
+            check_agreement(vision, pixels, checkpoint.directory.name)
+    except ConfigError as error:
+        faults.append(str(error))
+    return vision, pixels
+
+
+def _shards(checkpoint: LocalCheckpoint) -> list[dict[str, Any]]:
+    rows = []
+    for shard in checkpoint.shards:
+        held = [s.entry for s in checkpoint.tensors.values() if s.shard.name == shard]
+        rows.append({"file": shard, "tensors": len(held), "bytes": sum(entry.nbytes for entry in held)})
+    return rows
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for side in shape:
+        total *= side
+    return total
+
+
+def _print(document: dict[str, Any]) -> None:
+    click.echo(document["path"])
+    for title in ("geometry", "preprocessor"):
+        for key, value in (document[title] or {}).items():
+            click.echo(f"  {title + '.' + key:<32} {json.dumps(value)}")
+    tensors = document["tensors"]
+    click.echo(
+        f"  {tensors['found']} of {tensors['expected'] or '?'} tensors, "
+        f"{document['parameters']:,} parameters, {document['bytes']:,} bytes, {' '.join(document['dtypes'])}"
+    )
+    for shard in document["shards"]:
+        click.echo(f"  {shard['file']}: {shard['tensors']} vision tensors, {shard['bytes']:,} bytes")
+    for fault in document["faults"]:
+        click.echo(f"  fault: {fault}")
+    click.echo("  cannot be loaded" if document["faults"] else "  complete")

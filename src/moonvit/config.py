@@ -1,0 +1,212 @@
+"""The geometry of a tower and the rules of its pixels, parsed strictly from a checkpoint's JSON.
+
+No field has a default: what a checkpoint leaves out and would change the result is an error. The
+released geometry stands in `moonvit.presets`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moonvit.errors import ConfigError
+from moonvit.fields import Fields
+
+FLOAT32_EPS = 2.0**-23
+"""1.1920928955078125e-07: what `nn.RMSNorm(dim)` without `eps` computes with since PyTorch 2.7."""
+
+MODEL_TYPES = ("kimi_k3",)
+ROPE_THETA = 10000.0
+MAX_SIDE = 512
+"""The reference's rotary table has 512 rows and columns; larger grids are outside the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Geometry of the tower and its projector.
+
+    Sizes are counts of features, except `patch_size` (pixels), `pos_emb_*` (cells of the position
+    table) and `merge_size` (patches along a side of a merged cell). `norm_eps` is the RMS epsilon of
+    the tower, which no checkpoint stores; `projector_eps` is the projector's `projector_ln_eps`.
+    """
+
+    model_type: str
+    patch_size: int
+    merge_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    qkv_hidden_size: int
+    pos_emb_height: int
+    pos_emb_width: int
+    pos_emb_time: int
+    interpolation: str
+    attn_bias: bool
+    linear_bias: bool
+    patch_bias: bool
+    projector_eps: float
+    text_hidden_size: int
+    norm_eps: float
+
+    @property
+    def head_dim(self) -> int:
+        """Features of one head: qkv_hidden_size / num_heads, not hidden_size / num_heads."""
+        return self.qkv_hidden_size // self.num_heads
+
+    @property
+    def merged_size(self) -> int:
+        """Features of one merged row: merge_size² patches side by side."""
+        return self.merge_size**2 * self.hidden_size
+
+    def with_norm_eps(self, norm_eps: float) -> "VisionConfig":
+        """The same geometry with another RMS epsilon; `ConfigError` unless 0 < norm_eps < 1."""
+        good = isinstance(norm_eps, int | float) and math.isfinite(norm_eps) and 0 < norm_eps < 1
+        if not good:
+            raise ConfigError(f"norm_eps is {norm_eps!r}, expected a number between 0 and 1")
+        return replace(self, norm_eps=float(norm_eps))
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], where: str = "config.json") -> "VisionConfig":
+        """The config of a parsed `config.json`; `ConfigError` names field, value and file."""
+        top = Fields(config, where)
+        model_type = top.choice("model_type", *MODEL_TYPES)
+        vision = top.section("vision_config")
+        _require_k3(vision)
+        result = cls(
+            model_type=model_type,
+            patch_size=vision.square("patch_size", 1, 256),
+            merge_size=vision.square("merge_kernel_size", 2, 2),
+            hidden_size=vision.integer("vt_hidden_size", 2, 65536),
+            intermediate_size=vision.integer("vt_intermediate_size", 1, 2**20),
+            num_layers=vision.integer("vt_num_hidden_layers", 1, 1000),
+            num_heads=vision.integer("vt_num_attention_heads", 1, 1024),
+            qkv_hidden_size=vision.integer("qkv_hidden_size", 4, 65536),
+            pos_emb_height=vision.integer("init_pos_emb_height", 1, 4096),
+            pos_emb_width=vision.integer("init_pos_emb_width", 1, 4096),
+            pos_emb_time=vision.integer("init_pos_emb_time", 1, 4096),
+            interpolation=vision.choice("pos_emb_interpolation_mode", "bilinear", "bicubic"),
+            attn_bias=vision.flag("attn_bias"),
+            linear_bias=vision.flag("linear_bias"),
+            patch_bias=vision.flag("patch_embed_proj_bias"),
+            projector_eps=vision.number("projector_ln_eps", 0.0, 1.0),
+            text_hidden_size=vision.integer("text_hidden_size", 1, 2**20),
+            norm_eps=FLOAT32_EPS,
+        )
+        _check_geometry(result, top, vision)
+        return result
+
+
+def _require_k3(vision: Fields) -> None:
+    """Refuse a checkpoint that asks for an operation which the K3 tower does not have."""
+    vision.choice("pos_emb_type", "divided_fixed")
+    vision.choice("norm_type", "rmsnorm")
+    vision.choice("mlp_type", "mlp2")
+    vision.choice("activation_func", "gelu_pytorch_tanh")
+    vision.choice("merge_type", "sd2_tpool")
+    vision.choice("mm_projector_type", "patchmergerv2")
+    vision.choice("projector_hidden_act", "gelu")
+
+
+def _check_geometry(config: VisionConfig, top: Fields, vision: Fields) -> None:
+    where = vision.where
+    if config.hidden_size % 2:
+        raise ConfigError(f"{where}: field 'vt_hidden_size' is {config.hidden_size}, expected an even number")
+    if config.qkv_hidden_size % (4 * config.num_heads):
+        raise ConfigError(
+            f"{where}: field 'qkv_hidden_size' is {config.qkv_hidden_size}, expected a multiple of "
+            f"4 x {config.num_heads} heads (vt_num_attention_heads)"
+        )
+    if vision.integer("mm_hidden_size", 1, 65536) != config.hidden_size:
+        raise ConfigError(
+            f"{where}: field 'mm_hidden_size' is {vision.raw('mm_hidden_size')}, "
+            f"but vt_hidden_size is {config.hidden_size}"
+        )
+    if "text_config" in top.values:
+        text = top.section("text_config")
+        if "hidden_size" in text.values and text.raw("hidden_size") != config.text_hidden_size:
+            raise ConfigError(
+                f"{text.where}: field 'hidden_size' is {text.raw('hidden_size')}, "
+                f"but vision_config.text_hidden_size is {config.text_hidden_size}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chessboard:
+    """The background that shows through transparent pixels: squares of two greys.
+
+    `square` in pixels; `white_first` says that the square at (0, 0) is the white one.
+    """
+
+    square: int
+    white_first: bool
+    white: int
+    gray: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelConfig:
+    """How a picture becomes patches.
+
+    `in_patch_limit` bounds the patches of the resized picture (before padding), `side_limit` those
+    along one side; `mean` and `std` are for pixels scaled to 0..1. `background` is None where
+    transparency is dropped; `fill_before_resize` says when it is filled.
+    """
+
+    in_patch_limit: int
+    side_limit: int
+    patch_size: int
+    merge_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    background: Chessboard | None
+    fill_before_resize: bool
+
+    @property
+    def cell(self) -> int:
+        """Pixels along a side of one merged cell, which is what one token sees."""
+        return self.patch_size * self.merge_size
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], where: str = "preprocessor_config.json") -> "PixelConfig":
+        """The config of a parsed `preprocessor_config.json`; `ConfigError` names field, value and file."""
+        media = Fields(config, where).section("media_proc_cfg")
+        if media.values.get("fixed_output_tokens") is not None:
+            media.choice("fixed_output_tokens", None)
+        stage = "before_resize"
+        if "transparent_bg_fill_stage" in media.values:
+            stage = media.choice("transparent_bg_fill_stage", "before_resize", "after_resize")
+        return cls(
+            in_patch_limit=media.integer("in_patch_limit", 1, 2**24),
+            side_limit=media.integer("patch_limit_on_one_side", 1, MAX_SIDE),
+            patch_size=media.square("patch_size", 1, 256),
+            merge_size=media.square("merge_kernel_size", 1, 16),
+            mean=media.numbers("image_mean", 3, -1e3, 1e3),
+            std=media.numbers("image_std", 3, 0.0, 1e3),
+            background=_background(media),
+            fill_before_resize=stage == "before_resize",
+        )
+
+
+def _background(media: Fields) -> Chessboard | None:
+    if media.values.get("transparent_bg_config") is None:
+        return None
+    fields = media.section("transparent_bg_config")
+    fields.choice("pattern", "chessboard")
+    return Chessboard(
+        square=fields.integer("chessboard_square_size", 1, 65536),
+        white_first=fields.flag("chessboard_square_on_top_left"),
+        white=fields.integer("chessboard_white_value", 0, 255),
+        gray=fields.integer("chessboard_gray_value", 0, 255),
+    )
+
+
+def check_agreement(vision: VisionConfig, pixels: PixelConfig, where: str) -> None:
+    """`ConfigError` where the two halves of a checkpoint cut pictures differently."""
+    for name in ("patch_size", "merge_size"):
+        ours, theirs = getattr(pixels, name), getattr(vision, name)
+        if ours != theirs:
+            field = {"merge_size": "merge_kernel_size"}.get(name, name)
+            raise ConfigError(
+                f"{where}: preprocessor_config.json has {field} {ours}, config.json has {theirs}"
+            )

@@ -1,0 +1,212 @@
+"""Pictures in, the text model's embeddings out."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from moonvit.config import PixelConfig, VisionConfig, check_agreement
+from moonvit.errors import MoonvitError, NumericsError
+from moonvit.pixels.decode import Exif, Layout, Limits
+from moonvit.pixels.kimi import KimiProcessor, PixelBatch, Prepared
+from moonvit.towers.kimi_k3 import KimiK3Vision
+from moonvit.weights.checkpoint import LocalCheckpoint
+from moonvit.weights.load import fingerprint, load_weights
+from moonvit.weights.source import find_checkpoint
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+PATCHES_AT_ONCE = 16384
+"""Patches of a packed batch, unless one picture alone has more; bounds the memory of `encode`."""
+
+
+class Encoder:
+    """A vision tower with its projector and picture processor.
+
+    Attributes:
+        model: the `nn.Module`, holding `vision_tower` and `mm_projector`; takes float32 pixels.
+        processor: pictures to `PixelBatch`.
+        config: geometry, with the RMS epsilon in use (`config.norm_eps`).
+        checkpoint: where the weights came from, or None.
+    """
+
+    def __init__(
+        self, model: KimiK3Vision, processor: KimiProcessor, checkpoint: LocalCheckpoint | None = None
+    ) -> None:
+        self.model = model
+        self.processor = processor
+        self.checkpoint = checkpoint
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_repo: str | os.PathLike[str],
+        *,
+        dtype: str | torch.dtype = "bfloat16",
+        device: str | torch.device = "cpu",
+        norm_eps: float | None = None,
+        limits: Limits | None = None,
+    ) -> Self:
+        """Load the vision half of a checkpoint; nothing else in it is read.
+
+        Args:
+            path_or_repo: the directory of a checkpoint.
+            dtype: of the weights and activations: bfloat16, float16, float32 or float64. Weights stored in
+                that type are memory-mapped; others are converted.
+            device: where the model runs.
+            norm_eps: RMS epsilon of the tower, which no checkpoint stores; None is 2^-23, float32's own.
+            limits: on pictures, before they are decoded.
+
+        Raises:
+            ConfigError: for a missing or nonsensical field.
+            WeightsError: for missing or wrong tensors, all in one message.
+        """
+        directory = find_checkpoint(path_or_repo)
+        checkpoint = LocalCheckpoint(directory)
+        config = VisionConfig.from_dict(checkpoint.config, str(directory / "config.json"))
+        if norm_eps is not None:
+            config = config.with_norm_eps(norm_eps)
+        pixels = PixelConfig.from_dict(checkpoint.preprocessor, str(directory / "preprocessor_config.json"))
+        check_agreement(config, pixels, str(directory))
+        with torch.device("meta"):
+            model = KimiK3Vision(config)
+        load_weights(model, checkpoint, as_dtype(dtype))
+        return cls(model.to(device).eval(), KimiProcessor(pixels, limits), checkpoint)
+
+    @property
+    def config(self) -> VisionConfig:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """`sha256:` over the checkpoint's vision tensors; reads them all once."""
+        if self.checkpoint is None:
+            raise ValueError("this encoder was not loaded from a checkpoint, so it has no fingerprint")
+        return fingerprint(self.checkpoint)
+
+    def encode(
+        self,
+        images: Any,
+        *,
+        batch_size: int = 16,
+        show_progress_bar: bool = False,
+        convert_to_numpy: bool = True,
+        convert_to_tensor: bool = False,
+        normalize_embeddings: bool = False,
+        max_tokens: int | None = None,
+        exif: Exif = "apply",
+        layout: Layout | None = None,
+    ) -> Any:
+        """Embeddings of one picture, or of each picture of a list or tuple, in order.
+
+        Args:
+            images: paths, bytes, data URLs, PIL images or arrays; see `KimiProcessor`.
+            batch_size: pictures packed into one pass at most; large ones are split up further.
+            show_progress_bar: on stderr.
+            convert_to_numpy: give float32 numpy arrays.
+            convert_to_tensor: give torch tensors in the model's dtype on its device; goes before
+                convert_to_numpy.
+            normalize_embeddings: scale every token to length 1.
+            max_tokens: for each picture, lowers the checkpoint's budget.
+            exif: "apply" or "ignore" a picture's orientation.
+            layout: "HWC" or "CHW", for arrays of three dimensions.
+
+        Returns:
+            [tokens, text_hidden_size] for one picture; a list of such for a list.
+
+        Raises:
+            ImageError: for a picture that cannot be used.
+            NumericsError: for an overflow in the model's dtype.
+        """
+        single = not isinstance(images, list | tuple)
+        sources = [images] if single else list(images)
+        prepared = (
+            self.processor.prepare(s, max_tokens=max_tokens, exif=exif, layout=layout) for s in sources
+        )
+        bar = progress_bar(len(sources), show_progress_bar)
+        results: list[Any] = []
+        with bar:
+            for group in grouped(prepared, batch_size):
+                for embedding in self.embed(self.processor.pack(group)):
+                    embedding = F.normalize(embedding, dim=-1) if normalize_embeddings else embedding
+                    results.append(
+                        as_numpy(embedding) if convert_to_numpy and not convert_to_tensor else embedding
+                    )
+                bar.update(len(group))
+        return results[0] if single else results
+
+    def embed(self, batch: PixelBatch) -> list[Tensor]:
+        """Embeddings of a prepared batch, without gradients; `NumericsError` if any is not finite."""
+        with torch.no_grad():
+            embeddings: list[Tensor] = self.model(batch.pixel_values.to(self.device), batch.grid_thws)
+        for number, embedding in enumerate(embeddings):
+            if not bool(torch.isfinite(embedding).all()):
+                raise NumericsError(
+                    f"picture {number} of the batch: {self.dtype} overflowed in the tower".replace(
+                        "torch.", ""
+                    ),
+                    "use bfloat16 or float32",
+                )
+        return embeddings
+
+    def count_tokens(
+        self, image: Any, *, max_tokens: int | None = None, exif: Exif = "apply", layout: Layout | None = None
+    ) -> int:
+        """Tokens that the picture takes in a prompt, from its header alone."""
+        return self.processor.plan(image, max_tokens=max_tokens, exif=exif, layout=layout).tokens
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The torch dtype by name; `ValueError` for one that a tower does not run in."""
+    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found is None or found not in DTYPES.values():
+        raise MoonvitError(f"dtype is {dtype!s}, expected one of {', '.join(DTYPES)}")
+    return found
+
+
+def as_numpy(embedding: Tensor) -> NDArray[np.float32]:
+    """Float32 numpy, from any device and dtype."""
+    return np.asarray(embedding.float().cpu().numpy())
+
+
+def grouped(prepared: Iterable[Prepared], batch_size: int) -> Iterator[Sequence[Prepared]]:
+    """Consecutive pictures, at most batch_size and, more than one, at most PATCHES_AT_ONCE patches."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}, expected at least 1")
+    group: list[Prepared] = []
+    patches = 0
+    for picture in prepared:
+        if group and (len(group) == batch_size or patches + picture.plan.patches > PATCHES_AT_ONCE):
+            yield group
+            group, patches = [], 0
+        group.append(picture)
+        patches += picture.plan.patches
+    if group:
+        yield group
+
+
+def progress_bar(total: int, shown: bool) -> Any:
+    """A bar on stderr that counts pictures; silent unless shown and allowed by the environment."""
+    from tqdm import tqdm
+
+    disabled = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in ("1", "ON", "YES", "TRUE")
+    return tqdm(total=total, unit="picture", disable=disabled or not shown)

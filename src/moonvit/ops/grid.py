@@ -1,0 +1,40 @@
+"""Grids: how many patches a picture has in time, height and width, and where each one lies."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int, int]
+"""(t, h, w) in patches."""
+
+
+def as_grids(grid_thws: Any) -> list[Grid]:
+    """Grids as Python integers, from a tensor, an array or nested sequences of shape [n, 3] or [n, 2].
+
+    Two columns are (h, w) of still pictures. Reading a tensor from another device waits for it: call
+    this once a forward pass.
+    """
+    rows = grid_thws.tolist() if hasattr(grid_thws, "tolist") else [list(row) for row in grid_thws]
+    grids = []
+    for row in rows:
+        if not isinstance(row, list) or len(row) not in (2, 3):
+            raise ValueError(f"grid_thws: expected shape [n, 3] or [n, 2], found the row {row!r}")
+        if any(isinstance(side, bool) or side != int(side) or side < 1 for side in row):
+            raise ValueError(f"grid_thws: expected whole numbers above 0, found {row!r}")
+        t, h, w = [1, *row][-3:]
+        grids.append((int(t), int(h), int(w)))
+    return grids
+
+
+def lengths(grids: Sequence[Grid]) -> list[int]:
+    """Patches of each picture or clip."""
+    return [t * h * w for t, h, w in grids]
+
+
+def raster_positions(h: int, w: int) -> tuple[Tensor, Tensor]:
+    """Row and column of each of the h·w patches of one frame, row by row; two int64 [h·w] on the CPU."""
+    cpu = torch.device("cpu")
+    rows = torch.arange(h, device=cpu).repeat_interleave(w)
+    return rows, torch.arange(w, device=cpu).repeat(h)

@@ -1,0 +1,1 @@
+"""Pictures into patches: reading, planning sizes, and one processor a family."""

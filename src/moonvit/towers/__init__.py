@@ -1,0 +1,1 @@
+"""One file a family: plain modules whose parameter names are the checkpoint's."""
