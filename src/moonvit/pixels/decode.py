@@ -5,8 +5,9 @@ import binascii
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -19,8 +20,8 @@ from moonvit.errors import ImageError
 Exif = Literal["apply", "ignore"]
 Layout = Literal["HWC", "CHW"]
 
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO", "TGA")
-"""What is read. Formats that run other programs (EPS, PDF) are not."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO", "TGA")
+"""What is read, if Pillow was built with it. Formats that run other programs (EPS) are not."""
 
 SUFFIXES = frozenset(
     f".{ending}"
@@ -66,7 +67,7 @@ def read_image(
 
     `ImageError` says in one line what is wrong.
     """
-    with _opened(source, limits, layout) as (image, name):
+    with _opened(source, limits, layout, whole=True) as (image, name):
         turn = _turn(image, exif)
         with _naming(name):
             image.load()
@@ -77,7 +78,7 @@ def image_size(
     source: Any, *, limits: Limits, exif: Exif = "apply", layout: Layout | None = None
 ) -> tuple[int, int]:
     """(width, height) as `read_image` would give it, from the header alone."""
-    with _opened(source, limits, layout) as (image, _):
+    with _opened(source, limits, layout, whole=False) as (image, _):
         width, height = image.size
         turn = _turn(image, exif)
         return (height, width) if turn in _SWAPPING else (width, height)
@@ -100,20 +101,32 @@ def describe(source: Any) -> str:
     return f"array of shape {list(shape)}" if shape is not None else type(source).__name__
 
 
+@cache
+def known_formats() -> tuple[str, ...]:
+    """Those of `FORMATS` that this Pillow reads."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
 @contextmanager
-def _opened(source: Any, limits: Limits, layout: Layout | None) -> Iterator[tuple[Image.Image, str]]:
-    """An image whose header is read and within the limits, and what to call it."""
+def _opened(
+    source: Any, limits: Limits, layout: Layout | None, *, whole: bool
+) -> Iterator[tuple[Image.Image, str]]:
+    """An image whose header is read and within the limits, and what to call it.
+
+    With `whole`, its checksums are checked too.
+    """
     name = describe(source)
     if isinstance(source, Image.Image):
         _check_size(source, name, limits)
         yield source, name
     elif isinstance(source, str | os.PathLike) and not (isinstance(source, str) and _is_data_url(source)):
         with _open_path(Path(source), name, limits) as file:
-            yield _open_file(file, name, limits), name
+            yield _open_file(file, name, limits, whole), name
     elif isinstance(source, str | bytes | bytearray | memoryview):
         data = _data_url_bytes(source, name, limits) if isinstance(source, str) else bytes(source)
         _check_bytes(len(data), name, limits)
-        yield _open_file(BytesIO(data), name, limits), name
+        yield _open_file(BytesIO(data), name, limits, whole), name
     else:
         yield _from_array(source, name, layout, limits), name
 
@@ -135,10 +148,14 @@ def _open_path(path: Path, name: str, limits: Limits) -> BinaryIO:
         raise ImageError(f"{name[:200]}: cannot be read: {reason}") from error
 
 
-def _open_file(file: BinaryIO, name: str, limits: Limits) -> Image.Image:
+def _open_file(file: BinaryIO, name: str, limits: Limits, whole: bool) -> Image.Image:
     with _naming(name):
-        image = Image.open(file, formats=FORMATS)
-    _check_size(image, name, limits)
+        image = Image.open(file, formats=known_formats())
+        _check_size(image, name, limits)
+        if whole and image.format == "PNG":
+            file.seek(0)
+            _check_png(file)
+            image = Image.open(file, formats=("PNG",))
     return image
 
 
@@ -151,7 +168,7 @@ def _naming(name: str) -> Iterator[None]:
         raise
     except UnidentifiedImageError as error:
         raise ImageError(
-            f"{name}: not a picture in a known format", f"known: {', '.join(FORMATS)}"
+            f"{name}: not a picture in a known format", f"known: {', '.join(known_formats())}"
         ) from error
     except Image.DecompressionBombError as error:
         raise ImageError(
@@ -178,6 +195,14 @@ def _check_size(image: Image.Image, name: str, limits: Limits) -> None:
             f"{name}: {width}x{height} is {width * height} pixels, the limit is {limits.pixels}",
             "raise max_pixels to allow it",
         )
+
+
+def _check_png(file: BinaryIO) -> None:
+    """Raise for wrong checksums, which Pillow's decoder passes over; the file is left at its start."""
+    # A file cut behind its last pixel is whole enough: what lacks pixels fails when decoded.
+    with suppress(OSError):
+        Image.open(file, formats=("PNG",)).verify()
+    file.seek(0)
 
 
 def _turn(image: Image.Image, exif: Exif) -> Image.Transpose | None:

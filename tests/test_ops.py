@@ -1,0 +1,159 @@
+"""The patch operations on inputs small enough to check by eye."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from moonvit.ops.attention import segment_attention
+from moonvit.ops.grid import as_grids, lengths, raster_positions
+from moonvit.ops.merging import merge_cells
+from moonvit.ops.patchify import normalized_patches
+from moonvit.ops.positions import grid_positions, resample_table, time_table
+from moonvit.ops.rotary import rope_angles, rope_table, rotate_pairs
+
+
+def unit(index: int, d: int = 8) -> torch.Tensor:
+    vector = torch.zeros(1, 1, d)
+    vector[0, 0, index] = 1
+    return vector
+
+
+def turned(index: int, row: int, column: int) -> torch.Tensor:
+    cos, sin = rope_table([(1, row + 1, column + 1)], 8, 10000.0, torch.float32)
+    return rotate_pairs(unit(index), cos[-1:], sin[-1:])[0, 0]
+
+
+def test_first_pair_turns_with_the_column():
+    torch.testing.assert_close(turned(0, 0, 1)[:2], torch.tensor([math.cos(1), math.sin(1)]))
+    torch.testing.assert_close(turned(0, 1, 0), unit(0)[0, 0])
+
+
+def test_second_pair_turns_with_the_row():
+    torch.testing.assert_close(turned(2, 1, 0)[2:4], torch.tensor([math.cos(1), math.sin(1)]))
+    torch.testing.assert_close(turned(2, 0, 1), unit(2)[0, 0])
+
+
+def test_third_pair_turns_slower():
+    angle = 3 * 10000 ** (-4 / 8)
+    torch.testing.assert_close(turned(4, 0, 3)[4:6], torch.tensor([math.cos(angle), math.sin(angle)]))
+
+
+def test_angles_repeat_over_frames():
+    cos, _ = rope_table([(3, 2, 4)], 8, 10000.0, torch.float32)
+    assert torch.equal(cos[:8], cos[8:16])
+    assert torch.equal(cos[:8], cos[16:])
+
+
+def test_angles_of_a_wide_grid():
+    angles = rope_angles(2, 3, 4, 10000.0)
+    assert angles.tolist() == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1], [2, 1]]
+
+
+def test_raster_positions():
+    rows, columns = raster_positions(2, 3)
+    assert rows.tolist() == [0, 0, 0, 1, 1, 1]
+    assert columns.tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_merge_order():
+    patches = torch.arange(16.0)[:, None]
+    assert merge_cells(patches, (1, 4, 4), 2).tolist() == [
+        [0, 1, 4, 5],
+        [2, 3, 6, 7],
+        [8, 9, 12, 13],
+        [10, 11, 14, 15],
+    ]
+
+
+def test_merge_wide_and_tall():
+    patches = torch.arange(12.0)[:, None]
+    assert merge_cells(patches, (1, 2, 6), 2).tolist() == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+    assert merge_cells(patches, (1, 6, 2), 2).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_merge_takes_the_mean_over_frames():
+    patches = torch.arange(8.0)[:, None]
+    assert merge_cells(patches, (2, 2, 2), 2).tolist() == [[2, 3, 4, 5]]
+
+
+def test_table_of_rows_resampled():
+    table = torch.arange(64.0)[:, None, None].expand(64, 64, 1)
+    found = resample_table(table, 16, 16, "bilinear", torch.float32).view(16, 16)
+    assert found[0].tolist() == [1.5] * 16
+    assert found[-1, 0].item() == 61.5
+
+
+def test_no_antialias():
+    table = torch.zeros(64, 64, 1)
+    table[32, 32] = 1
+    assert resample_table(table, 16, 16, "bilinear", torch.float32).abs().max() == 0
+
+
+def test_table_of_its_own_size_is_untouched():
+    table = torch.randn(6, 4, 3)
+    assert torch.equal(resample_table(table, 6, 4, "bilinear", torch.float32), table.flatten(0, 1))
+    assert not torch.equal(resample_table(table, 4, 6, "bilinear", torch.float32), table.flatten(0, 1))
+
+
+def test_edges_are_clamped():
+    table = torch.tensor([[1.0, 3.0]])[:, :, None]
+    found = resample_table(table, 1, 4, "bilinear", torch.float32)
+    assert found.flatten().tolist() == [1.0, 1.5, 2.5, 3.0]
+
+
+def test_time_rows():
+    table = time_table(3, 4, torch.float32)
+    assert table[0].tolist() == [0, 0, 1, 1]
+    expected = [math.sin(2), math.sin(0.02), math.cos(2), math.cos(0.02)]
+    torch.testing.assert_close(table[2], torch.tensor(expected))
+
+
+def test_stills_get_no_time_row():
+    table = torch.randn(2, 2, 4)
+    assert torch.equal(grid_positions(table, [(1, 2, 2)], "bilinear", torch.float32), table.flatten(0, 1))
+    clip = grid_positions(table, [(2, 2, 2)], "bilinear", torch.float32)
+    torch.testing.assert_close(clip[0], table[0, 0] + torch.tensor([0.0, 0, 1, 1]))
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 3], [4, 7, 7, 2]])
+def test_attention_is_per_segment(lengths):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, sum(lengths), 2, 8, generator=generator, dtype=torch.float64).unbind()
+    found = segment_attention(q, k, v, lengths)
+    start = 0
+    for length in lengths:
+        window = slice(start, start + length)
+        scores = torch.einsum("nhd,mhd->hnm", q[window], k[window]) / math.sqrt(8)
+        expected = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v[window])
+        torch.testing.assert_close(found[window], expected, rtol=1e-12, atol=1e-12)
+        start += length
+
+
+def test_patches_of_numbered_pixels():
+    """2x2 patches of a 4x6 picture whose red is 10*row + column; the padding is black."""
+    picture = np.zeros((4, 5, 3), np.uint8)
+    picture[:, :, 0] = 10 * np.arange(4)[:, None] + np.arange(5)
+    out = np.empty((6, 3, 2, 2), np.float32)
+    normalized_patches(picture, (2, 3), 2, (0.0,) * 3, (1 / 255,) * 3, out)
+    red = out[:, 0].round().astype(int).tolist()
+    assert red[:3] == [[[0, 1], [10, 11]], [[2, 3], [12, 13]], [[4, 0], [14, 0]]]
+    assert red[3] == [[20, 21], [30, 31]]
+    assert not out[:, 1:].any()
+
+
+@pytest.mark.parametrize(
+    "grid", [[[1, 2, 4]], torch.tensor([[1, 2, 4]]), np.array([[2, 4]]), [(2, 4)]], ids=str
+)
+def test_grids_in_any_form(grid):
+    assert as_grids(grid) == [(1, 2, 4)]
+    assert lengths(as_grids(grid)) == [8]
+
+
+@pytest.mark.parametrize(
+    "grid", [[[1, 2]] + [[1]], [[0, 2, 2]], [[1, 2.5, 2]], [1, 2, 4], [[1, 1, 2, 2]]], ids=str
+)
+def test_grids_that_are_none(grid):
+    with pytest.raises((ValueError, TypeError)):
+        as_grids(grid)
