@@ -72,6 +72,7 @@ class Encoder:
             ConfigError: for a missing or nonsensical field.
             WeightsError: for missing or wrong tensors, all in one message.
         """
+        dtype, device = as_dtype(dtype), as_device(device)
         directory = find_checkpoint(path_or_repo)
         checkpoint = LocalCheckpoint(directory)
         config = VisionConfig.from_dict(checkpoint.config, str(directory / "config.json"))
@@ -81,7 +82,7 @@ class Encoder:
         check_agreement(config, pixels, str(directory))
         with torch.device("meta"):
             model = KimiK3Vision(config)
-        load_weights(model, checkpoint, as_dtype(dtype))
+        load_weights(model, checkpoint, dtype)
         return cls(model.to(device).eval(), KimiProcessor(pixels, limits), checkpoint)
 
     @property
@@ -181,6 +182,15 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if found is None or found not in DTYPES.values():
         raise MoonvitError(f"dtype is {dtype!s}, expected one of {', '.join(DTYPES)}")
     return found
+
+
+def as_device(device: str | torch.device) -> torch.device:
+    """The torch device by name; `MoonvitError` for one that is not there."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch raises either where a backend is absent
+        reason = str(error).splitlines()[0]
+        raise MoonvitError(f"device is {device!s}: {reason}", "moonvit doctor lists the devices") from error
 
 
 def as_numpy(embedding: Tensor) -> NDArray[np.float32]:

@@ -60,7 +60,7 @@ def random_tensor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
     Norm weights lie around 1, position tables at 0.5, matrices at fan_in^-0.5.
     """
-    generator = torch.Generator("cpu").manual_seed(seed * 2**32 + crc32(name.encode()))
+    generator = torch.Generator("cpu").manual_seed(crc32(f"{seed} {name}".encode()))
     values = torch.randn(shape, generator=generator)
     if len(shape) == 1:
         values = 1 + 0.1 * values
