@@ -1,0 +1,82 @@
+"""The README's commands and code run as they stand there, on a small checkpoint under the README's name."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moonvit.synthetic import make_checkpoint
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.removeprefix("$ ")
+    for block in re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.startswith("$ ")
+]
+CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder like the repository after `make demo`, with the checkpoint in miniature."""
+    folder = tmp_path_factory.mktemp("readme")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    make_checkpoint(folder / "build" / "k3-random", "tiny")
+    return folder
+
+
+def test_there_is_something_to_run():
+    assert len([c for c in COMMANDS if c.startswith("moonvit")]) >= 5
+    assert CODE
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("moonvit ")])
+def test_command(command, place):
+    words = [sys.executable, "-m", *shlex.split(command)]
+    done = subprocess.run(words, cwd=place, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_code(code, place):
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make ")])
+def test_make_knows_its_targets(command):
+    """The targets exist; .ci/run makes them for good."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    done = subprocess.run(
+        ["make", "--dry-run", *shlex.split(command)[1:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_what_the_readme_says_of_the_photograph(place):
+    """Tokens and grid in the sample output hold for any K3 checkpoint."""
+    words = [sys.executable, "-m", "moonvit", "count", "examples/rocket.jpg"]
+    done = subprocess.run(words, cwd=place, capture_output=True, text=True, check=True, env=os.environ.copy())
+    assert done.stdout.split()[:4] == ["368", "640x427", "grid", "32x46"]
+    assert "grid 1x32x46  368 tokens" in README
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
