@@ -187,11 +187,11 @@ def test_bad_shard_is_named(tiny_copy, spoil, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b", "C:x\0"]
+    "name", ["../x.safetensors", "/etc/passwd", "a/../../b.safetensors", "..", "", "a\\b", "C:x\0"]
 )
 def test_index_cannot_lead_out(tiny_copy, name):
     edit_index(tiny_copy, lambda weight_map: weight_map.update({QKV: name}))
-    assert "leads out of the checkpoint directory" in str(refusal(tiny_copy))
+    assert "leads out of the checkpoint" in str(refusal(tiny_copy))
 
 
 def test_link_cannot_lead_out(tiny_copy, tmp_path):

@@ -15,10 +15,11 @@ from moonvit.config import PixelConfig, VisionConfig, check_agreement
 from moonvit.errors import MoonvitError, NumericsError
 from moonvit.pixels.decode import Exif, Layout, Limits
 from moonvit.pixels.kimi import KimiProcessor, PixelBatch, Prepared
+from moonvit.progress import progress_bar
 from moonvit.towers.kimi_k3 import KimiK3Vision
 from moonvit.weights.checkpoint import LocalCheckpoint
-from moonvit.weights.load import fingerprint, load_weights
-from moonvit.weights.source import find_checkpoint
+from moonvit.weights.load import fingerprint, load_weights, tower_only
+from moonvit.weights.source import Reporter, find_checkpoint
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -56,24 +57,41 @@ class Encoder:
         dtype: str | torch.dtype = "bfloat16",
         device: str | torch.device = "cpu",
         norm_eps: float | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
         limits: Limits | None = None,
+        report: Reporter | None = None,
     ) -> Self:
-        """Load the vision half of a checkpoint; nothing else in it is read.
+        """Load the vision half of a checkpoint; nothing else in it is read or fetched.
 
         Args:
-            path_or_repo: the directory of a checkpoint.
+            path_or_repo: the directory of a checkpoint, or a repository as "org/name".
             dtype: of the weights and activations: bfloat16, float16, float32 or float64. Weights stored in
                 that type are memory-mapped; others are converted.
             device: where the model runs.
             norm_eps: RMS epsilon of the tower, which no checkpoint stores; None is 2^-23, float32's own.
+            revision: branch, tag or commit of the repository.
+            token: for the hub: a string, True for the saved one, False for none.
+            cache_dir: where fetched checkpoints are kept; MOONVIT_CACHE, or `moonvit` in HF_HOME.
+            local_files_only: use the cache and no network.
             limits: on pictures, before they are decoded.
+            report: told of a fetch and its progress.
 
         Raises:
             ConfigError: for a missing or nonsensical field.
             WeightsError: for missing or wrong tensors, all in one message.
         """
         dtype, device = as_dtype(dtype), as_device(device)
-        directory = find_checkpoint(path_or_repo)
+        directory = find_checkpoint(
+            path_or_repo,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            report=report,
+        )
         checkpoint = LocalCheckpoint(directory)
         config = VisionConfig.from_dict(checkpoint.config, str(directory / "config.json"))
         if norm_eps is not None:
@@ -81,7 +99,7 @@ class Encoder:
         pixels = PixelConfig.from_dict(checkpoint.preprocessor, str(directory / "preprocessor_config.json"))
         check_agreement(config, pixels, str(directory))
         with torch.device("meta"):
-            model = KimiK3Vision(config)
+            model = KimiK3Vision(config, projector=not tower_only(checkpoint))
         load_weights(model, checkpoint, dtype)
         return cls(model.to(device).eval(), KimiProcessor(pixels, limits), checkpoint)
 
@@ -143,7 +161,7 @@ class Encoder:
         prepared = (
             self.processor.prepare(s, max_tokens=max_tokens, exif=exif, layout=layout) for s in sources
         )
-        bar = progress_bar(len(sources), show_progress_bar)
+        bar = progress_bar(len(sources), "picture", show_progress_bar)
         results: list[Any] = []
         with bar:
             for group in grouped(prepared, batch_size):
@@ -212,11 +230,3 @@ def grouped(prepared: Iterable[Prepared], batch_size: int) -> Iterator[Sequence[
         patches += picture.plan.patches
     if group:
         yield group
-
-
-def progress_bar(total: int, shown: bool) -> Any:
-    """A bar on stderr that counts pictures; silent unless shown and allowed by the environment."""
-    from tqdm import tqdm
-
-    disabled = os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in ("1", "ON", "YES", "TRUE")
-    return tqdm(total=total, unit="picture", disable=disabled or not shown)

@@ -92,14 +92,19 @@ def shown(value: object) -> str:
 
 def read_json(path: Path) -> Any:
     """The parsed JSON file; `ConfigError` for an absent, oversized or malformed one."""
+    return parse_json(read_bytes(path, JSON_LIMIT), str(path))
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """A file of at most `limit` bytes; `ConfigError` for an absent or larger one."""
     try:
         with path.open("rb") as file:
-            data = file.read(JSON_LIMIT + 1)
+            data = file.read(limit + 1)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if len(data) > JSON_LIMIT:
-        raise ConfigError(f"{path}: larger than {JSON_LIMIT} bytes")
-    return parse_json(data, str(path))
+    if len(data) > limit:
+        raise ConfigError(f"{path}: larger than {limit} bytes")
+    return data
 
 
 def parse_json(data: bytes, where: str) -> Any:

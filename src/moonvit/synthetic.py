@@ -13,7 +13,7 @@ from moonvit.config import VisionConfig
 from moonvit.errors import MoonvitError
 from moonvit.presets import model_config, preprocessor_config
 from moonvit.towers.kimi_k3 import KimiK3Vision
-from moonvit.weights.checkpoint import write_index
+from moonvit.weights.index import index_bytes
 from moonvit.weights.load import expected_shapes
 
 
@@ -51,7 +51,7 @@ def _write_shards(directory: Path, shapes: dict[str, tuple[int, ...]], seed: int
         save_file(tensors, directory / shard, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(part, shard))
         total += sum(tensor.nbytes for tensor in tensors.values())
-    write_index(directory, weight_map, total)
+    (directory / "model.safetensors.index.json").write_bytes(index_bytes(weight_map, total))
     return total
 
 

@@ -14,6 +14,9 @@ VERBS = {
     "encode": "Encode pictures into embeddings.",
     "info": "Show what a checkpoint holds, and what it lacks.",
     "count": "Count the tokens of pictures from their headers.",
+    "fetch": "Fetch the vision half of a repository.",
+    "export": "Write the vision half as a checkpoint of its own.",
+    "verify": "Read every vision tensor and hash it.",
     "make-checkpoint": "Write a checkpoint with random weights to try things out.",
     "doctor": "Show versions, processor features and cache places.",
 }

@@ -13,8 +13,9 @@ import torch
 
 from moonvit._version import __version__
 from moonvit.cli import fail, one_line, options
+from moonvit.cli.progress import bar, fetch_bar
 from moonvit.cli.sources import expand
-from moonvit.encoder import Encoder, grouped, progress_bar
+from moonvit.encoder import Encoder, grouped
 from moonvit.errors import ImageError
 from moonvit.pixels.decode import Limits, describe
 from moonvit.pixels.kimi import Prepared
@@ -55,6 +56,7 @@ class Job:
 @click.command("encode")
 @click.argument("images", nargs=-1, required=True, metavar="IMG...")
 @options.model
+@options.revision
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write a safetensors file."
 )
@@ -77,6 +79,7 @@ class Job:
 def command(
     images: tuple[str, ...],
     model: str,
+    revision: str | None,
     output: Path | None,
     dtype: str,
     norm_eps: float | None,
@@ -96,7 +99,15 @@ def command(
     """
     began = time.perf_counter()
     limits = Limits(pixels=max_pixels or Limits.pixels, bytes=max_bytes or Limits.bytes)
-    encoder = Encoder.from_pretrained(model, dtype=dtype, device=device, norm_eps=norm_eps, limits=limits)
+    encoder = Encoder.from_pretrained(
+        model,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        norm_eps=norm_eps,
+        limits=limits,
+        report=fetch_bar,
+    )
     loaded = time.perf_counter()
     job = Job(encoder, [], [])
     sources = expand(images)
@@ -122,7 +133,7 @@ def _run(
     writer: SafetensorsWriter | None,
 ) -> None:
     names: list[str] = []
-    with progress_bar(len(sources), kind != "quiet" and len(sources) > 1 and sys.stderr.isatty()) as bar:
+    with bar(len(sources), "picture", kind != "quiet" and len(sources) > 1) as shown:
         for group in grouped(job.prepared(sources, names, **how), batch_size):
             for picture, embedding in zip(
                 group, job.encoder.embed(job.encoder.processor.pack(group)), strict=True
@@ -142,7 +153,7 @@ def _run(
                         name=name,
                     )
                 )
-            bar.update(len(group))
+            shown.update(len(group))
 
 
 def _write_tables(job: Job, writer: SafetensorsWriter, how: dict[str, Any]) -> None:

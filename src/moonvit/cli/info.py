@@ -14,19 +14,20 @@ from moonvit.config import PixelConfig, VisionConfig, check_agreement
 from moonvit.errors import ConfigError
 from moonvit.towers.kimi_k3 import KimiK3Vision
 from moonvit.weights.checkpoint import LocalCheckpoint
-from moonvit.weights.load import checkpoint_faults, expected_shapes
+from moonvit.weights.load import checkpoint_faults, expected_shapes, tower_only
 from moonvit.weights.source import find_checkpoint
 
 
 @click.command("info")
 @click.argument("model", metavar="M")
+@options.revision
 @options.output_format("human", "json")
-def command(model: str, kind: str) -> None:
+def command(model: str, revision: str | None, kind: str) -> None:
     """Show geometry, tensors, shards and pixel rules of checkpoint M, and what is wrong with it.
 
     Reads headers only. The exit code is 1 if the checkpoint cannot be loaded.
     """
-    document = describe_checkpoint(find_checkpoint(model))
+    document = describe_checkpoint(find_checkpoint(model, revision=revision))
     if kind == "json":
         click.echo(json.dumps(document, indent=2))
     else:
@@ -42,7 +43,7 @@ def describe_checkpoint(directory: Path) -> dict[str, Any]:
     expected: dict[str, tuple[int, ...]] = {}
     if vision is not None:
         with torch.device("meta"):
-            expected = expected_shapes(KimiK3Vision(vision))
+            expected = expected_shapes(KimiK3Vision(vision, projector=not tower_only(checkpoint)))
         faults += checkpoint_faults(checkpoint, expected)
     else:
         faults += checkpoint.faults
@@ -51,6 +52,7 @@ def describe_checkpoint(directory: Path) -> dict[str, Any]:
         "geometry": asdict(vision) | {"head_dim": vision.head_dim} if vision else None,
         "preprocessor": asdict(pixels) if pixels else None,
         "tensors": {"found": len(checkpoint.tensors), "expected": len(expected) or None},
+        "projector": not tower_only(checkpoint),
         "parameters": sum(_count(stored.entry.shape) for stored in checkpoint.tensors.values()),
         "bytes": checkpoint.nbytes,
         "dtypes": sorted({stored.entry.dtype for stored in checkpoint.tensors.values()}),
@@ -79,7 +81,7 @@ def _configs(
 def _shards(checkpoint: LocalCheckpoint) -> list[dict[str, Any]]:
     rows = []
     for shard in checkpoint.shards:
-        held = [s.entry for s in checkpoint.tensors.values() if s.shard.name == shard]
+        held = [s.entry for s in checkpoint.tensors.values() if s.shard == shard]
         rows.append({"file": shard, "tensors": len(held), "bytes": sum(entry.nbytes for entry in held)})
     return rows
 
@@ -103,6 +105,8 @@ def _print(document: dict[str, Any]) -> None:
     )
     for shard in document["shards"]:
         click.echo(f"  {shard['file']}: {shard['tensors']} vision tensors, {shard['bytes']:,} bytes")
+    if not document["projector"]:
+        click.echo("  no projector: the tower can be used alone")
     for fault in document["faults"]:
         click.echo(f"  fault: {fault}")
     click.echo("  cannot be loaded" if document["faults"] else "  complete")

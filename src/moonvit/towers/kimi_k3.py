@@ -221,13 +221,16 @@ class Projector(nn.Module):
 
 
 class KimiK3Vision(nn.Module):
-    """Tower and projector under the checkpoint's names, `vision_tower.*` and `mm_projector.*`."""
+    """Tower and projector under the checkpoint's names, `vision_tower.*` and `mm_projector.*`.
 
-    def __init__(self, config: VisionConfig) -> None:
+    Without `projector`, `mm_projector` is None and only `vision_tower` can be called.
+    """
+
+    def __init__(self, config: VisionConfig, projector: bool = True) -> None:
         super().__init__()
         self.config = config
         self.vision_tower = VisionTower(config)
-        self.mm_projector = Projector(config)
+        self.mm_projector = Projector(config) if projector else None
 
     def forward(
         self,
@@ -245,5 +248,7 @@ class KimiK3Vision(nn.Module):
         given = [grid for grid in (grid_thws, image_grid_thw, image_grid_hws) if grid is not None]
         if len(given) != 1:
             raise ValueError(f"grid_thws: expected one grid, found {len(given)}")
+        if self.mm_projector is None:
+            raise ValueError("this checkpoint has no projector: use .vision_tower for the merged rows")
         projected = self.mm_projector(self.vision_tower(pixel_values, given[0], tap), tap)
         return list(projected)

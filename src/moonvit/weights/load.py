@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moonvit.errors import WeightsError
-from moonvit.weights.checkpoint import TORCH_DTYPES, LocalCheckpoint
+from moonvit.weights.index import TORCH_DTYPES, Checkpoint
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -19,7 +19,7 @@ def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def checkpoint_faults(checkpoint: LocalCheckpoint, expected: Shapes) -> list[str]:
+def checkpoint_faults(checkpoint: Checkpoint, expected: Shapes) -> list[str]:
     """One line for each missing, misshapen, mistyped, unexpected or doubled tensor and each bad shard."""
     faults = list(checkpoint.faults)
     for name, shape in expected.items():
@@ -28,40 +28,51 @@ def checkpoint_faults(checkpoint: LocalCheckpoint, expected: Shapes) -> list[str
             if name not in checkpoint.lost:
                 faults.append(f"{name}: missing, expected shape {list(shape)}")
             continue
-        where = f"in {stored.shard.name}"
+        where = f"in {stored.shard}"
         if stored.entry.dtype not in TORCH_DTYPES:
             kinds = ", ".join(TORCH_DTYPES)
             faults.append(f"{name}: type {stored.entry.dtype} {where}, expected one of {kinds}")
-        if stored.entry.shape != shape:
+        if stored.shape != shape:
             faults.append(f"{name}: shape {list(stored.entry.shape)} {where}, expected {list(shape)}")
     for name in sorted(checkpoint.tensors.keys() - expected.keys()):
         stored = checkpoint.tensors[name]
-        faults.append(f"{stored.entry.name}: in {stored.shard.name}, but this geometry has no such tensor")
+        faults.append(f"{stored.entry.name}: in {stored.shard}, but this geometry has no such tensor")
     return faults
 
 
-def load_weights(model: nn.Module, checkpoint: LocalCheckpoint, dtype: torch.dtype) -> None:
-    """Fill the module, built on the meta device, in place.
+def tower_only(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint holds a tower and nothing of a projector."""
+    names = checkpoint.tensors.keys() | checkpoint.lost
+    return bool(names) and not any(name.startswith("mm_projector.") for name in names)
 
-    Tensors of that dtype already are mapped, not copied. `WeightsError` holds every fault.
-    """
+
+def check_loadable(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """`WeightsError`, holding every fault, unless the checkpoint fills the module exactly."""
     if not checkpoint.tensors and not checkpoint.faults:
         raise WeightsError(
-            str(checkpoint.directory),
+            checkpoint.where,
             ["no vision tensors: nothing named vision_tower.* or mm_projector.*"],
             "this checkpoint is text only",
         )
     faults = checkpoint_faults(checkpoint, expected_shapes(model))
     if faults:
-        raise WeightsError(str(checkpoint.directory), faults, _HINT)
+        raise WeightsError(checkpoint.where, faults, _HINT)
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """Fill the module, built on the meta device, in place.
+
+    Tensors of that dtype already are mapped, not copied. `WeightsError` holds every fault.
+    """
+    check_loadable(model, checkpoint)
     state: dict[str, Tensor] = {name: checkpoint.read(name).to(dtype) for name in expected_shapes(model)}
     model.load_state_dict(state, strict=True, assign=True)
 
 
-def fingerprint(checkpoint: LocalCheckpoint) -> str:
+def fingerprint(checkpoint: Checkpoint) -> str:
     """`sha256:` over name, type, shape and bytes of every vision tensor, in order of name."""
     digest = hashlib.sha256()
     for name, stored in sorted(checkpoint.tensors.items()):
         digest.update(f"{name} {stored.entry.dtype} {list(stored.entry.shape)}\n".encode())
-        digest.update(checkpoint.bytes_of(name))
+        digest.update(checkpoint.bytes_of(name).data)
     return f"sha256:{digest.hexdigest()}"

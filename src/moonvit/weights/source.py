@@ -1,14 +1,118 @@
-"""Where a model's files come from."""
+"""Where a model's files come from: a directory, the cache, or a hub."""
 
+import logging
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 from moonvit.errors import WeightsError
+from moonvit.weights.checkpoint import LocalCheckpoint
+from moonvit.weights.hub import HubCheckpoint, HubRepo, OfflineError
+from moonvit.weights.index import Checkpoint
+
+log = logging.getLogger("moonvit")
+
+Reporter = Callable[[HubCheckpoint], Callable[[int], object]]
+"""Given a checkpoint that is about to be fetched, what to call with the bytes that come."""
 
 
-def find_checkpoint(path_or_repo: str | os.PathLike[str]) -> Path:
-    """The directory of a checkpoint; `WeightsError` where there is none."""
+def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Where fetched checkpoints are kept: `cache_dir`, MOONVIT_CACHE, or `moonvit` in HF_HOME."""
+    from huggingface_hub import constants
+
+    return Path(
+        cache_dir or os.environ.get("MOONVIT_CACHE") or Path(constants.HF_HOME) / "moonvit"
+    ).expanduser()
+
+
+def find_checkpoint(
+    path_or_repo: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    report: Reporter | None = None,
+) -> Path:
+    """The directory of a checkpoint: itself, or the vision half of a repository, fetched if need be.
+
+    The cache keeps one directory a commit and remembers which commit a revision last stood for, so that
+    it is found again offline. `WeightsError` where there is none.
+    """
     path = Path(path_or_repo).expanduser()
-    if not path.is_dir():
-        raise WeightsError(str(path_or_repo), ["no such directory"], "give the directory of a checkpoint")
-    return path
+    if path.is_dir():
+        return path
+    name = str(path_or_repo)
+    if not _is_repo_name(name):
+        raise WeightsError(name, ["no such directory"], "give a directory, or a repository as org/name")
+    place = cache_root(cache_dir) / ("models--" + name.replace("/", "--"))
+    cached = _cached(place, revision)
+    if local_files_only:
+        if cached is None:
+            raise OfflineError(name, ["not in the cache"], "allow the network, or run moonvit fetch first")
+        return cached
+    repo = HubRepo(name, revision, token)
+    try:
+        commit = repo.commit
+    except OfflineError as error:
+        if cached is None:
+            raise
+        log.warning("%s; using the cached %s", error, cached)
+        return cached
+    target = place / commit
+    if not target.is_dir():
+        fetch_to(repo, target, report)
+    _remember(place, revision or "main", commit)
+    return target
+
+
+def fetch_to(repo: HubRepo, target: Path, report: Reporter | None = None) -> None:
+    """Fetch the vision half of a repository into `target`, one process at a time."""
+    from filelock import FileLock
+
+    from moonvit.weights.fetch import fetch, free_space
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.with_name(f".{target.name}.lock")):
+        if target.is_dir():
+            return
+        checkpoint = HubCheckpoint(repo)
+        free_space(target, checkpoint.nbytes)
+        fetch(checkpoint, target, report(checkpoint) if report else None)
+
+
+def open_checkpoint(
+    path_or_repo: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None
+) -> Checkpoint:
+    """The checkpoint where it lies, nothing fetched: headers and tensors are read as they are asked for."""
+    path = Path(path_or_repo).expanduser()
+    if path.is_dir() or not _is_repo_name(str(path_or_repo)):
+        return LocalCheckpoint(path)
+    return HubCheckpoint(HubRepo(str(path_or_repo), revision, token))
+
+
+def _is_repo_name(name: str) -> bool:
+    """Whether it could be a repository, `org/name`, rather than a mistyped path."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*", name) is not None
+
+
+def _cached(place: Path, revision: str | None) -> Path | None:
+    name = revision or "main"
+    ref = place / "refs" / _ref_name(name)
+    commit = ref.read_text().strip() if ref.is_file() else name
+    found = place / _ref_name(commit)
+    return found if found.is_dir() and (found / "config.json").is_file() else None
+
+
+def _remember(place: Path, revision: str, commit: str) -> None:
+    ref = place / "refs" / _ref_name(revision)
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    fresh = ref.with_name(f".{ref.name}.{os.getpid()}")
+    fresh.write_text(commit + "\n")
+    fresh.replace(ref)
+
+
+def _ref_name(revision: str) -> str:
+    """A branch or tag as one file name."""
+    return revision.replace("/", "--").replace("..", "")

@@ -1,0 +1,42 @@
+"""`moonvit verify`."""
+
+import json
+import sys
+from dataclasses import asdict
+
+import click
+
+from moonvit.cli import options
+from moonvit.cli.info import describe_checkpoint
+from moonvit.cli.progress import bar
+from moonvit.weights.checkpoint import LocalCheckpoint
+from moonvit.weights.export import verify
+from moonvit.weights.load import fingerprint
+from moonvit.weights.source import find_checkpoint
+
+
+@click.command("verify")
+@click.argument("model", metavar="M")
+@options.revision
+@options.output_format("human", "json")
+def command(model: str, revision: str | None, kind: str) -> None:
+    """Read every vision tensor of M: names, shapes, types, finite values, content hash.
+
+    The exit code is 1 if anything is wrong.
+    """
+    directory = find_checkpoint(model, revision=revision)
+    faults = list(describe_checkpoint(directory)["faults"])
+    checkpoint = LocalCheckpoint(directory)
+    with bar(checkpoint.nbytes, "B") as shown:
+        tensors = list(verify(checkpoint, shown.update))
+    faults += [f"{t.name}: {t.not_finite} values are NaN or infinite" for t in tensors if t.not_finite]
+    digest = fingerprint(checkpoint)
+    if kind == "json":
+        rows = [asdict(tensor) for tensor in tensors]
+        click.echo(json.dumps({"fingerprint": digest, "tensors": rows, "faults": faults}, indent=2))
+    else:
+        for fault in faults:
+            click.echo(f"fault: {fault}")
+        click.echo(f"{len(tensors)} tensors, {checkpoint.nbytes:,} bytes, {digest}")
+        click.echo(f"{len(faults)} faults" if faults else "all right")
+    sys.exit(1 if faults else 0)

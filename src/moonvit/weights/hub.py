@@ -1,0 +1,161 @@
+"""A checkpoint on a hub, read by byte ranges."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moonvit.errors import ConfigError, WeightsError
+from moonvit.weights.header import Header, header_size, parse_header
+from moonvit.weights.index import Checkpoint, check_name
+from moonvit.weights.ranges import RemoteFile, http_client
+
+T = TypeVar("T")
+
+
+class OfflineError(WeightsError):
+    """The hub cannot be reached, or may not be asked."""
+
+
+@dataclass(frozen=True)
+class HubRepo:
+    """A model repository.
+
+    Attributes:
+        name: "org/name".
+        revision: branch, tag or commit; None is the main branch.
+        token: a string, True for the saved one, False for none, None for the saved one if there is any.
+    """
+
+    name: str
+    revision: str | None = None
+    token: str | bool | None = None
+
+    @cached_property
+    def commit(self) -> str:
+        """The commit that the revision stands for now."""
+        return str(self._info.sha)
+
+    @property
+    def files(self) -> list[str]:
+        return [sibling.rfilename for sibling in self._info.siblings or []]
+
+    @cached_property
+    def _info(self) -> Any:
+        from huggingface_hub import HfApi
+
+        api = HfApi(endpoint=endpoint(), token=self.token)
+        return self._asked(lambda: api.model_info(self.name, revision=self.revision))
+
+    def download(self, file: str) -> bytes:
+        """A small file at the commit, through huggingface-hub's own cache."""
+        from pathlib import Path
+
+        from huggingface_hub import hf_hub_download
+
+        path = self._asked(
+            lambda: hf_hub_download(
+                self.name, file, revision=self.commit, token=self.token, endpoint=endpoint()
+            ),
+            file,
+        )
+        return Path(path).read_bytes()
+
+    def open(self, file: str) -> tuple[RemoteFile, str]:
+        """A file at the commit for reading by ranges, and its ETag on the hub."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        url = hf_hub_url(self.name, file, revision=self.commit, endpoint=endpoint())
+        found = self._asked(lambda: get_hf_file_metadata(url, token=self.token, retry_on_errors=True), file)
+        if found.size is None:
+            raise WeightsError(file, ["the hub does not say how large it is"])
+        headers = build_hf_headers(token=self.token, library_name="moonvit")
+        return RemoteFile(file, url, found.size, headers), found.etag or ""
+
+    def _asked(self, question: Callable[[], T], file: str = "") -> T:
+        """The answer of huggingface-hub, its errors as one line of ours."""
+        from huggingface_hub import errors
+
+        where = f"{self.name}/{file}" if file else self.name
+        revision = self.revision or "main"
+        try:
+            return question()
+        except errors.GatedRepoError as error:
+            hint = "accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN"
+            raise WeightsError(where, ["access is gated"], hint) from error
+        except errors.RevisionNotFoundError as error:
+            raise WeightsError(where, [f"no revision {revision!r}"]) from error
+        except errors.RepositoryNotFoundError as error:
+            hint = "check the name; a private one needs `hf auth login` or HF_TOKEN"
+            fault = "no such directory here, no such repository on the hub"
+            raise WeightsError(where, [fault], hint) from error
+        except errors.LocalEntryNotFoundError as error:
+            raise OfflineError(where, ["the hub cannot be reached"], "check the network") from error
+        except errors.EntryNotFoundError as error:
+            raise WeightsError(where, ["no such file"]) from error
+        except errors.OfflineModeIsEnabled as error:
+            raise OfflineError(
+                where, ["offline mode is set"], "unset HF_HUB_OFFLINE to ask the hub"
+            ) from error
+        except errors.HfHubHTTPError as error:
+            raise WeightsError(where, [f"the hub answered: {str(error).splitlines()[0]}"]) from error
+        except errors.HFValidationError as error:
+            raise WeightsError(where, ["no such directory, and not a repository name"]) from error
+        except http_client()[1].TransportError as error:
+            reason = f"the hub cannot be reached: {type(error).__name__}"
+            raise OfflineError(where, [reason], "check the network") from error
+        except http_client()[1].HTTPError as error:
+            raise WeightsError(where, [str(error).splitlines()[0]]) from error
+
+
+def endpoint() -> str:
+    """The hub's address: HF_ENDPOINT as it is now, or huggingface-hub's own."""
+    from huggingface_hub import constants
+
+    return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+
+
+class HubCheckpoint(Checkpoint):
+    """The vision half of a repository; headers and tensors are read by byte ranges as they are asked for."""
+
+    def __init__(self, repo: HubRepo) -> None:
+        self.repo = repo
+        self.where = repo.name
+        self.remote: dict[str, tuple[RemoteFile, str]] = {}
+        self.scan()
+
+    def file_names(self) -> list[str]:
+        return self.repo.files
+
+    def small_file(self, name: str, limit: int) -> bytes:
+        try:
+            data = self.repo.download(name)
+        except OfflineError:
+            raise
+        except WeightsError as error:
+            raise ConfigError(f"{self.where}/{name}: {error.faults[0]}", error.hint) from error
+        if len(data) > limit:
+            raise ConfigError(f"{self.where}/{name}: larger than {limit} bytes")
+        return data
+
+    def header(self, shard: str) -> Header:
+        file = self.file(shard)
+        if file.size < 8:
+            return parse_header(b"", header_size(b"", file.size, shard), shard)
+        size = header_size(file.read(0, 8), file.size, shard)
+        return parse_header(file.read(8, 8 + size), file.size, shard)
+
+    def data(self, shard: str, start: int, stop: int) -> NDArray[np.uint8]:
+        return np.frombuffer(bytearray(self.file(shard).read(start, stop)), np.uint8)
+
+    def file(self, shard: str) -> RemoteFile:
+        """The shard as a remote file; asked for once."""
+        if shard not in self.remote:
+            check_name(shard)
+            self.remote[shard] = self.repo.open(shard)
+        return self.remote[shard][0]

@@ -1,0 +1,219 @@
+"""The vision half of a checkpoint, wherever its files lie.
+
+Shards without vision tensors are never opened; they may be absent. What is wrong is collected, so that it
+can be reported all at once.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moonvit.errors import ConfigError, WeightsError
+from moonvit.fields import Fields, parse_json, shown
+from moonvit.weights.header import Header, TensorEntry
+from moonvit.weights.names import canonical_names
+
+TORCH_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+"""The types in which vision weights are taken."""
+
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_LIMIT = 512 * 2**20
+"""Bytes of an index; the released one names every tensor of a very large model."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies, and what its shard's header says of it."""
+
+    shard: str
+    entry: TensorEntry
+    mlx: bool
+    """Whether the file was written by MLX, which keeps convolutions channels-last."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The released layout's shape."""
+        shape = self.entry.shape
+        if self.mlx and len(shape) == 4 and shape[3] == 3 and shape[1] != 3:
+            return (shape[0], shape[3], shape[1], shape[2])
+        return shape
+
+
+class Checkpoint:
+    """What is common to checkpoints in a directory and on a hub.
+
+    Attributes:
+        where: what to call it in errors.
+        tensors: {released name: where it lies}.
+        faults: one line for each thing that is wrong with the files.
+        lost: released names that are missing because of a fault already told.
+        shards: {file name: header} of the files that hold vision tensors.
+    """
+
+    where: str
+
+    # What a kind of checkpoint provides:
+
+    def file_names(self) -> list[str]:
+        """Names of all files, relative to the checkpoint."""
+        raise NotImplementedError
+
+    def small_file(self, name: str, limit: int) -> bytes:
+        """A whole small file; `ConfigError` if it is absent or larger than `limit` bytes."""
+        raise NotImplementedError
+
+    def header(self, shard: str) -> Header:
+        """The header of a safetensors file; `WeightsError` if there is no right one."""
+        raise NotImplementedError
+
+    def data(self, shard: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """Bytes [start, stop) of a file."""
+        raise NotImplementedError
+
+    # What follows from it:
+
+    def scan(self) -> None:
+        """Find the vision tensors; fills the attributes."""
+        self.faults: list[str] = []
+        self.lost: set[str] = set()
+        self.tensors: dict[str, StoredTensor] = {}
+        self.shards: dict[str, Header] = {}
+        by_shard: dict[str, dict[str, str]] = {}
+        for stored, name in self._vision_names().items():
+            by_shard.setdefault(self.weight_map[stored], {})[stored] = name
+        for shard, names in sorted(by_shard.items()):
+            self._open_shard(shard, names)
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        return self._json("config.json")
+
+    @cached_property
+    def preprocessor(self) -> Mapping[str, Any]:
+        return self._json("preprocessor_config.json")
+
+    @cached_property
+    def weight_map(self) -> dict[str, str]:
+        """{name as stored: file name} of all tensors, from the index or, without one, from the headers."""
+        names = self.file_names()
+        if self._index_name:
+            return self._read_index(self._index_name)
+        files = sorted(name for name in names if name.endswith(".safetensors"))
+        if not files:
+            raise WeightsError(self.where, ["no *.safetensors.index.json and no *.safetensors file"])
+        return self._names_in(files)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all vision tensors."""
+        return sum(stored.entry.nbytes for stored in self.tensors.values())
+
+    def bytes_of(self, name: str) -> NDArray[np.uint8]:
+        """A vision tensor's bytes as they lie in the file, by released name."""
+        stored = self.tensors[name]
+        return self.data(stored.shard, stored.entry.start, stored.entry.stop)
+
+    def read(self, name: str) -> Tensor:
+        """A vision tensor by released name, in the released layout and the stored type."""
+        stored = self.tensors[name]
+        tensor = as_tensor(self.bytes_of(name), stored.entry.dtype, stored.entry.shape)
+        return tensor.permute(0, 3, 1, 2).contiguous() if stored.shape != stored.entry.shape else tensor
+
+    @cached_property
+    def _index_name(self) -> str | None:
+        indexes = [name for name in self.file_names() if name.endswith(INDEX_SUFFIX) and "/" not in name]
+        if len(indexes) > 1:
+            raise WeightsError(self.where, [f"more than one index: {', '.join(sorted(indexes))}"])
+        return indexes[0] if indexes else None
+
+    def _vision_names(self) -> dict[str, str]:
+        """Names as stored to released ones; files without an index are each understood by themselves."""
+        if self._index_name:
+            return canonical_names(self.weight_map)
+        by_file: dict[str, list[str]] = {}
+        for name, file in self.weight_map.items():
+            by_file.setdefault(file, []).append(name)
+        return {old: new for names in by_file.values() for old, new in canonical_names(names).items()}
+
+    def _names_in(self, files: Iterable[str]) -> dict[str, str]:
+        weight_map: dict[str, str] = {}
+        for file in files:
+            for name in self.header(file).tensors:
+                if name in weight_map:
+                    self.faults.append(f"{name}: named twice, in {weight_map[name]} and {file}")
+                weight_map[name] = file
+        return weight_map
+
+    def _read_index(self, name: str) -> dict[str, str]:
+        where = f"{self.where}/{name}"
+        try:
+            weight_map = Fields(parse_json(self.small_file(name, INDEX_LIMIT), where), where).raw(
+                "weight_map"
+            )
+        except ConfigError as error:
+            raise WeightsError(where, [error.message.removeprefix(f"{where}: ")]) from error
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise WeightsError(
+                where, [f"weight_map is {shown(weight_map)}, expected a map of names to files"]
+            )
+        return weight_map
+
+    def _open_shard(self, shard: str, names: dict[str, str]) -> None:
+        """Take up the named tensors of one shard, or say what is wrong with it."""
+        try:
+            check_name(shard)
+            header = self.header(shard)
+        except WeightsError as error:
+            self.faults.extend(f"{shard}: {fault}" for fault in error.faults)
+            self.lost.update(names.values())
+            return
+        self.shards[shard] = header
+        mlx = header.metadata.get("format") == "mlx"
+        for stored in sorted(canonical_names(header.tensors).keys() - names.keys()):
+            self.faults.append(f"{stored}: in {shard}, but the index does not place it there")
+        for stored, name in names.items():
+            if stored not in header.tensors:
+                self.faults.append(f"{stored}: not in {shard}, where the index places it")
+                self.lost.add(name)
+            elif name in self.tensors:
+                self.faults.append(f"{name}: named twice, the second time as {stored} in {shard}")
+            else:
+                self.tensors[name] = StoredTensor(shard, header.tensors[stored], mlx)
+
+    def _json(self, name: str) -> Mapping[str, Any]:
+        where = f"{self.where}/{name}"
+        return Fields(parse_json(self.small_file(name, 16 * 2**20), where), where).values
+
+
+def check_name(name: str) -> None:
+    """Refuse a file name that leads out of the checkpoint, as a path or under some system's rules."""
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts or any(c in name for c in "\\:\0"):
+        raise WeightsError(name, ["refused: the name leads out of the checkpoint"])
+
+
+def as_tensor(data: NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """Bytes as a tensor, without a copy where they are aligned."""
+    kind = TORCH_DTYPES[dtype]
+    if data.ctypes.data % kind.itemsize or not data.flags.writeable:
+        data = data.copy()
+    return torch.from_numpy(data).view(kind).view(shape)
+
+
+def index_bytes(weight_map: Mapping[str, str], total_size: int) -> bytes:
+    """The text of `model.safetensors.index.json`."""
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()
