@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hub_server import HubServer
 from moonvit.synthetic import make_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -25,11 +26,13 @@ CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder like the repository after `make demo`, with the checkpoint in miniature."""
+    """A folder like the repository after `make demo`, checkpoints in miniature, and a hub on loopback."""
     folder = tmp_path_factory.mktemp("readme")
     shutil.copytree(ROOT / "examples", folder / "examples")
     make_checkpoint(folder / "build" / "k3-random", "tiny")
-    return folder
+    files = {path.name: path for path in (folder / "build" / "k3-random").iterdir()}
+    with HubServer({"moonshotai/Kimi-K3.1-Pro": files}) as hub:
+        yield folder, os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home")}
 
 
 def test_there_is_something_to_run():
@@ -39,15 +42,16 @@ def test_there_is_something_to_run():
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("moonvit ")])
 def test_command(command, place):
+    folder, env = place
     words = [sys.executable, "-m", *shlex.split(command)]
-    done = subprocess.run(words, cwd=place, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("code", CODE)
 def test_code(code, place):
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code], cwd=place[0], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -71,7 +75,7 @@ def test_make_knows_its_targets(command):
 def test_what_the_readme_says_of_the_photograph(place):
     """Tokens and grid in the sample output hold for any K3 checkpoint."""
     words = [sys.executable, "-m", "moonvit", "count", "examples/rocket.jpg"]
-    done = subprocess.run(words, cwd=place, capture_output=True, text=True, check=True, env=os.environ.copy())
+    done = subprocess.run(words, cwd=place[0], capture_output=True, text=True, check=True)
     assert done.stdout.split()[:4] == ["368", "640x427", "grid", "32x46"]
     assert "grid 1x32x46  368 tokens" in README
 
