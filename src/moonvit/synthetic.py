@@ -1,7 +1,6 @@
 """Checkpoints with random weights in the released layout, to try things out without the real one."""
 
 import json
-import shutil
 from pathlib import Path
 from zlib import crc32
 
@@ -10,11 +9,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moonvit.config import VisionConfig
-from moonvit.errors import MoonvitError
 from moonvit.presets import model_config, preprocessor_config
 from moonvit.towers.kimi_k3 import KimiK3Vision
 from moonvit.weights.index import index_bytes
 from moonvit.weights.load import expected_shapes
+from moonvit.weights.place import new_directory
 
 
 def make_checkpoint(directory: Path, preset: str = "full", seed: int = 0) -> int:
@@ -23,20 +22,13 @@ def make_checkpoint(directory: Path, preset: str = "full", seed: int = 0) -> int
     The same preset and seed give the same bytes. The directory appears only when complete;
     `MoonvitError` if there is something under that name already.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise MoonvitError(f"{directory}: exists already", "remove it or choose another place")
     config = model_config(preset)
     with torch.device("meta"):
         shapes = expected_shapes(KimiK3Vision(VisionConfig.from_dict(config)))
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    total = _write_shards(partial, shapes, seed)
-    for name, content in (("config.json", config), ("preprocessor_config.json", preprocessor_config())):
-        (partial / name).write_text(json.dumps(content, indent=2) + "\n")
-    if directory.exists():
-        directory.rmdir()
-    partial.rename(directory)
+    with new_directory(directory) as partial:
+        total = _write_shards(partial, shapes, seed)
+        for name, content in (("config.json", config), ("preprocessor_config.json", preprocessor_config())):
+            (partial / name).write_text(json.dumps(content, indent=2) + "\n")
     return total
 
 

@@ -16,6 +16,7 @@ from PIL import features
 
 from moonvit._version import __version__
 from moonvit.cli import options
+from moonvit.weights.source import cache_root
 
 _CODECS = ("jpg", "jpg_2000", "webp", "avif", "libtiff", "zlib")
 
@@ -61,6 +62,7 @@ def examine() -> dict[str, dict[str, Any]]:
         "places": {
             "HF_HOME": constants.HF_HOME,
             "hub cache": constants.HF_HUB_CACHE,
+            "moonvit cache": str(cache_root()),
             "endpoint": constants.ENDPOINT,
             "offline": constants.HF_HUB_OFFLINE,
         },

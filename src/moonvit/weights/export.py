@@ -1,16 +1,15 @@
 """The vision half written as a checkpoint of its own, and a checkpoint read through to the last byte."""
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from moonvit.errors import MoonvitError
 from moonvit.weights.index import TORCH_DTYPES, Checkpoint, index_bytes
 from moonvit.weights.load import fingerprint
+from moonvit.weights.place import new_directory
 from moonvit.weights.writer import SafetensorsWriter
 
 FILE = "model.safetensors"
@@ -22,17 +21,8 @@ def export(checkpoint: Checkpoint, directory: Path, dtype: torch.dtype | None = 
     Values and types stay as stored unless `dtype` is given. The directory appears only when complete;
     `MoonvitError` if it exists.
     """
-    if directory.exists():
-        raise MoonvitError(f"{directory}: exists already", "remove it or choose another place")
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        total = _write(checkpoint, partial, dtype)
-        partial.rename(directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return total
+    with new_directory(directory) as partial:
+        return _write(checkpoint, partial, dtype)
 
 
 def _write(checkpoint: Checkpoint, directory: Path, dtype: torch.dtype | None) -> int:

@@ -10,6 +10,7 @@ from moonvit.errors import WeightsError
 from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.hub import HubCheckpoint, HubRepo, OfflineError
 from moonvit.weights.index import Checkpoint
+from moonvit.weights.place import beside
 
 log = logging.getLogger("moonvit")
 
@@ -108,7 +109,7 @@ def _cached(place: Path, revision: str | None) -> Path | None:
 def _remember(place: Path, revision: str, commit: str) -> None:
     ref = place / "refs" / _ref_name(revision)
     ref.parent.mkdir(parents=True, exist_ok=True)
-    fresh = ref.with_name(f".{ref.name}.{os.getpid()}")
+    fresh = beside(ref)
     fresh.write_text(commit + "\n")
     fresh.replace(ref)
 

@@ -11,6 +11,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from moonvit.weights.place import beside
+
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -36,7 +38,7 @@ class SafetensorsWriter:
         self._reserve = reserve + (-reserve % 8)
         self._entries: dict[str, Any] = {}
         self._offset = 0
-        self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self._partial = beside(path)
 
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
