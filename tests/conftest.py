@@ -1,11 +1,15 @@
 """Shared data and small builders."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
 import torch
 from safetensors.torch import load_file
 

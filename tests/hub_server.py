@@ -27,6 +27,8 @@ class Faults:
     """Answer ranges with this status, `times` times."""
     times: int = 1_000_000
     """How often short_by, drop_at and status strike."""
+    api_status: int | None = None
+    """Answer questions about a repository with this status, `times` times."""
     lie_by: int = 0
     """Shift the Content-Range told, not the bytes."""
     lie_total: int = 0
@@ -129,6 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def info(self, rest: str) -> None:
         hub = self.server_hub
+        if hub.faults.api_status and hub.strikes():
+            return self.head(hub.faults.api_status, {"Content-Length": "0"})
         org, name, *more = rest.split("/")
         files = hub.repos.get(f"{org}/{name}")
         if files is None:

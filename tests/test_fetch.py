@@ -381,3 +381,31 @@ def test_no_text_embedding(tiny_copy):
     index.write_text(index.read_text().replace("embed_tokens", "something_else"))
     with pytest.raises(WeightsError, match="no text embedding table"):
         embedding_rows(LocalCheckpoint(tiny_copy), [1])
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_busy_hub_is_asked_again(hub, monkeypatch, status):
+    """Questions beside ranges, too, are repeated; a hub that stays busy ends in one line."""
+    monkeypatch.setattr("moonvit.weights.hub.time.sleep", lambda _: None)
+    hub.faults = Faults(api_status=status, times=3)
+    find_checkpoint(REPO)
+    hub.faults = Faults(api_status=status)
+    with pytest.raises(WeightsError, match=f"the hub answered: .*{status}"):
+        find_checkpoint(REPO)
+
+
+def test_expired_links_are_asked_for_again(place, monkeypatch):
+    """A redirect target that answers 403 now and then: each try goes through the hub again."""
+    with HubServer({REPO: FILES}) as store, HubServer({REPO: FILES}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.faults = Faults(redirect_to=store.url)
+        store.faults = Faults(status=403, times=3)
+        assert fingerprint(LocalCheckpoint(find_checkpoint(REPO))) == fingerprint(LocalCheckpoint(TINY))
+
+
+@pytest.mark.parametrize("target", ["file:///etc", "ftp://127.0.0.1", "http://[::1", "gopher://x"])
+def test_redirects_elsewhere_are_refused(place, hub, target):
+    file = RemoteFile("x.safetensors", f"{hub.url}/{REPO}/resolve/{COMMIT}/{LAST}", 1000, {})
+    hub.faults = Faults(redirect_to=target)
+    with pytest.raises(WeightsError, match="refused a redirect|malformed address"):
+        file.read(0, 10)

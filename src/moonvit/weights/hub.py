@@ -1,6 +1,7 @@
 """A checkpoint on a hub, read by byte ranges."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from moonvit.errors import ConfigError, WeightsError
 from moonvit.weights.header import Header, header_size, parse_header
 from moonvit.weights.index import Checkpoint, check_name
-from moonvit.weights.ranges import RemoteFile, http_client
+from moonvit.weights.ranges import RETRIED, TRIES, RemoteFile, http_client, pause_before, retry_after
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class HubRepo:
         where = f"{self.name}/{file}" if file else self.name
         revision = self.revision or "main"
         try:
-            return question()
+            return patiently(question)
         except errors.GatedRepoError as error:
             hint = "accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN"
             raise WeightsError(where, ["access is gated"], hint) from error
@@ -103,6 +104,9 @@ class HubRepo:
                 where, ["offline mode is set"], "unset HF_HUB_OFFLINE to ask the hub"
             ) from error
         except errors.HfHubHTTPError as error:
+            if error.response is not None and error.response.status_code == 401:
+                hint = "log in with `hf auth login` or set a valid HF_TOKEN"
+                raise WeightsError(where, ["the hub refused the token"], hint) from error
             raise WeightsError(where, [f"the hub answered: {str(error).splitlines()[0]}"]) from error
         except errors.HFValidationError as error:
             raise WeightsError(where, ["no such directory, and not a repository name"]) from error
@@ -111,6 +115,21 @@ class HubRepo:
             raise OfflineError(where, [reason], "check the network") from error
         except http_client()[1].HTTPError as error:
             raise WeightsError(where, [str(error).splitlines()[0]]) from error
+
+
+def patiently(question: Callable[[], T]) -> T:
+    """The answer of a busy hub, asked again after a pause; other errors pass through."""
+    from huggingface_hub import errors
+
+    for attempt in range(1, TRIES):
+        try:
+            return question()
+        except errors.HfHubHTTPError as error:
+            if error.response is None or error.response.status_code not in RETRIED:
+                raise
+            told = retry_after(error.response.headers.get("Retry-After"))
+            time.sleep(pause_before(attempt, told))
+    return question()
 
 
 def endpoint() -> str:

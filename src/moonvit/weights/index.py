@@ -164,7 +164,7 @@ class Checkpoint:
                 "weight_map"
             )
         except ConfigError as error:
-            raise WeightsError(where, [error.message.removeprefix(f"{where}: ")]) from error
+            raise WeightsError(where, [error.message.removeprefix(f"{where}: ")], error.hint) from error
         if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
             raise WeightsError(
                 where, [f"weight_map is {shown(weight_map)}, expected a map of names to files"]

@@ -25,7 +25,7 @@ TIMEOUT = 30.0
 
 _REDIRECTS = 8
 _PAUSE_LIMIT = 30.0
-_RETRIED = (408, 429, 500, 502, 503, 504)
+RETRIED = (408, 429, 500, 502, 503, 504)
 
 log = logging.getLogger("moonvit")
 
@@ -92,15 +92,15 @@ class RemoteFile:
                 self._pause(error, failures)
 
     def _pause(self, error: InterruptedAnswerError, failures: int) -> None:
-        pause = error.pause if error.pause is not None else 0.25 * 2**failures * random.uniform(0.5, 1.5)  # noqa: S311
+        pause = pause_before(failures, error.pause)
         log.info("%s: %s; once more in %.1f s", self.name, error, pause)
-        self.pauses(min(pause, _PAUSE_LIMIT))
+        self.pauses(pause)
 
     def _answer(self, start: int, stop: int) -> Any:
         """The pieces of one response, checked; `InterruptedAnswerError` where another try may help."""
         session, library = http_client()
         try:
-            with self._request(session, start, stop) as response:
+            with self._request(session, library, start, stop) as response:
                 self._check(response, start, stop)
                 wanted = stop - start
                 for piece in response.iter_raw():
@@ -115,32 +115,45 @@ class RemoteFile:
         except library.TransportError as error:
             raise InterruptedAnswerError(f"{type(error).__name__}: {error}".rstrip(": ")) from error
 
-    def _request(self, session: Any, start: int, stop: int) -> Any:
+    def _request(self, session: Any, library: Any, start: int, stop: int) -> Any:
         """An open response for the range, redirects followed without the token leaving its host."""
         url = self.url
         ours = urlsplit(self.url)[:2]
         span = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         for _ in range(_REDIRECTS):
             headers = {**(self.headers if urlsplit(url)[:2] == ours else {}), **span}
-            request = session.build_request("GET", url, headers=headers, timeout=TIMEOUT)
+            try:
+                request = session.build_request("GET", url, headers=headers, timeout=TIMEOUT)
+            except library.InvalidURL as error:
+                raise WeightsError(self.name, ["redirected to a malformed address"]) from error
             if urlsplit(url)[:2] != ours:
                 request.headers.pop("authorization", None)
             response = session.send(request, stream=True, follow_redirects=False)
             target = response.headers.get("Location")
+            if response.status_code == 403 and url != self.url:
+                response.close()
+                raise InterruptedAnswerError("the signed link was refused")
             if response.status_code not in (301, 302, 303, 307, 308) or not target:
                 return _Closing(response)
             response.close()
-            url = urljoin(url, target)
-            if urlsplit(url).scheme not in ("http", "https") or (ours[0] == "https" and url[:6] == "http:/"):
-                raise WeightsError(self.name, [f"refused a redirect to {url.split('?')[0]}"])
+            url = self._redirected(url, target)
         raise WeightsError(self.name, [f"more than {_REDIRECTS} redirects"])
+
+    def _redirected(self, url: str, target: str) -> str:
+        """The address that a redirect leads to; from HTTPS to nothing less."""
+        try:
+            url = urljoin(url, target)
+            scheme = urlsplit(url).scheme
+        except ValueError as error:
+            raise WeightsError(self.name, ["redirected to a malformed address"]) from error
+        if scheme not in ("http", "https") or (scheme == "http" and self.url.startswith("https:")):
+            raise WeightsError(self.name, [f"refused a redirect to {url.split('?')[0]}"])
+        return url
 
     def _check(self, response: Any, start: int, stop: int) -> None:
         status = response.status_code
-        if status in _RETRIED:
-            raise InterruptedAnswerError(
-                f"status {status}", _retry_after(response.headers.get("Retry-After"))
-            )
+        if status in RETRIED:
+            raise InterruptedAnswerError(f"status {status}", retry_after(response.headers.get("Retry-After")))
         if status == 200:
             raise WeightsError(
                 self.name,
@@ -155,7 +168,7 @@ class RemoteFile:
         first, last, total = match.groups()
         if total not in ("*", str(self.size)):
             raise WeightsError(self.name, [f"changed while being read: {self.size} bytes, now {total}"])
-        if int(first) != start or int(last) >= stop:
+        if (int(first), int(last)) != (start, stop - 1):
             raise WeightsError(
                 self.name, [f"asked for bytes {start} to {stop - 1}, the answer is {first} to {last}"]
             )
@@ -197,5 +210,11 @@ def http_client() -> tuple[Any, Any]:
     return session, importlib.import_module(type(session).__module__.partition(".")[0])
 
 
-def _retry_after(value: str | None) -> float | None:
+def pause_before(attempt: int, told: float | None) -> float:
+    """Seconds to wait before that attempt: what the server told, or longer each time."""
+    pause = told if told is not None else 0.25 * 2**attempt * random.uniform(0.5, 1.5)  # noqa: S311
+    return min(pause, _PAUSE_LIMIT)
+
+
+def retry_after(value: str | None) -> float | None:
     return float(value) if value is not None and value.isdigit() else None
