@@ -270,6 +270,18 @@ def test_flipped_bytes_never_escape(position, value):
         assert plan_image(*image.size, pixel_config()).tokens > 0
 
 
+def test_open_files(tmp_path):
+    path = tmp_path / "picture.png"
+    path.write_bytes(PNG)
+    with path.open("rb") as file:
+        assert torch.equal(FULL(file).pixel_values, FULL(PNG).pixel_values)
+    assert torch.equal(FULL(io.BytesIO(PNG)).pixel_values, FULL(PNG).pixel_values)
+    with pytest.raises(ImageError, match="opened as text"):
+        FULL(io.StringIO("text"))
+    with pytest.raises(ImageError, match="the limit is 10"):
+        KimiProcessor(pixel_config(), Limits(bytes=10))(io.BytesIO(PNG))
+
+
 def test_file_is_closed(tmp_path):
     path = tmp_path / "picture.png"
     path.write_bytes(PNG)

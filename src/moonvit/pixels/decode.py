@@ -59,7 +59,7 @@ def read_image(
     """The decoded picture, first frame of an animation.
 
     Args:
-        source: a path, bytes, a `data:` URL, a PIL image, or a numpy or torch array: uint8 (0..255) or
+        source: a path, bytes, an open binary file, a `data:` URL, a PIL image, or a numpy or torch array: uint8 (0..255) or
             floating (0..1).
         limits: checked before decoding.
         exif: "apply" turns the picture upright, "ignore" leaves it as stored.
@@ -127,6 +127,8 @@ def _opened(
         data = _data_url_bytes(source, name, limits) if isinstance(source, str) else bytes(source)
         _check_bytes(len(data), name, limits)
         yield _open_file(BytesIO(data), name, limits, whole), name
+    elif hasattr(source, "read"):
+        yield _open_file(BytesIO(_read_all(source, name, limits)), name, limits, whole), name
     else:
         yield _from_array(source, name, layout, limits), name
 
@@ -146,6 +148,15 @@ def _open_path(path: Path, name: str, limits: Limits) -> BinaryIO:
             raise
         reason = getattr(error, "strerror", None) or error
         raise ImageError(f"{name[:200]}: cannot be read: {reason}") from error
+
+
+def _read_all(file: Any, name: str, limits: Limits) -> bytes:
+    """The rest of an open binary file, no more than the limit and a byte."""
+    data = file.read(limits.bytes + 1)
+    if not isinstance(data, bytes):
+        raise ImageError(f"{name}: opened as text", "open it in binary mode")
+    _check_bytes(len(data), name, limits)
+    return data
 
 
 def _open_file(file: BinaryIO, name: str, limits: Limits, whole: bool) -> Image.Image:
@@ -236,11 +247,13 @@ def _data_url_bytes(url: str, name: str, limits: Limits) -> bytes:
 
 
 def _from_array(source: Any, name: str, layout: Layout | None, limits: Limits) -> Image.Image:
-    if hasattr(source, "detach"):  # a torch tensor
+    if hasattr(source, "is_floating_point"):  # a torch tensor
         source = source.detach().cpu()
         source = source.float().numpy() if source.is_floating_point() else source.numpy()
     if not isinstance(source, np.ndarray):
-        raise ImageError(f"{name}: not a picture", "give a path, bytes, a data URL, a PIL image or an array")
+        raise ImageError(
+            f"{name}: not a picture", "give a path, bytes, an open file, a data URL, a PIL image or an array"
+        )
     pixels = _channels_last(source, name, layout)
     if pixels.shape[2] not in _ARRAY_MODES:
         raise ImageError(f"{name}: {pixels.shape[2]} channels with layout {layout!r}, expected 1, 2, 3 or 4")
