@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,6 +30,8 @@ class Faults:
     """How often short_by, drop_at and status strike."""
     api_status: int | None = None
     """Answer questions about a repository with this status, `times` times."""
+    silent_after: int | None = None
+    """Stop sending a range of 2,000 bytes or more after that many bytes, and keep the connection open."""
     lie_by: int = 0
     """Shift the Content-Range told, not the bytes."""
     lie_total: int = 0
@@ -61,6 +64,7 @@ class HubServer:
     repos: dict[str, dict[str, Path]]
     faults: Faults = field(default_factory=Faults)
     host: str = "127.0.0.1"
+    commit: str | None = COMMIT
     revisions: tuple[str, ...] = ("main", COMMIT)
     requests: list[Request] = field(default_factory=list)
 
@@ -97,6 +101,10 @@ class HubServer:
 class _Handler(BaseHTTPRequestHandler):
     server_hub: HubServer
     protocol_version = "HTTP/1.1"
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # the client was killed
+            super().handle()
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -140,7 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
         if more and more[-1] not in hub.revisions:
             return self.refuse(404, "RevisionNotFound")
         siblings = [{"rfilename": file} for file in files]
-        data = json.dumps({"id": f"{org}/{name}", "sha": COMMIT, "siblings": siblings}).encode()
+        data = json.dumps(
+            {"id": f"{org}/{name}", "sha": self.server_hub.commit, "siblings": siblings}
+        ).encode()
         self.head(200, {"Content-Type": "application/json", "Content-Length": str(len(data))})
         self.send(data)
         return None
@@ -176,6 +186,10 @@ class _Handler(BaseHTTPRequestHandler):
             end = max(first, end - faults.short_by)
         if faults.drop_at is not None and first <= faults.drop_at < end and hub.strikes():
             end = faults.drop_at
+        if faults.silent_after is not None and end - first >= 2000:
+            self.copy(source, first, first + faults.silent_after)
+            time.sleep(30)
+            return None
         self.copy(source, first, end)
         if end != last + 1:
             self.close_connection = True

@@ -111,7 +111,7 @@ def test_nothing_but_bad_pictures(tmp_path):
 
 def test_directories_and_patterns(tmp_path):
     (tmp_path / "sub").mkdir()
-    for name in ("b.png", "a.JPG", "sub/c.png", "notes.txt", "odd[1].png"):
+    for name in ("b.png", "a.JPG", "sub/c.png", "notes.txt", "odd[1].png", ".hidden.png"):
         (tmp_path / name).write_bytes(b"x")
     names = [os.path.relpath(p, tmp_path) for p in expand([str(tmp_path)])]
     assert names == ["a.JPG", "b.png", "odd[1].png", "sub/c.png"]

@@ -160,7 +160,7 @@ def test_presets_parse(preset):
         ("config.json", '{"a": 1, "a": 2}', "named twice: a"),
         ("config.json", "[" * 100_000, "not valid JSON"),
         ("preprocessor_config.json", "{}", "field 'media_proc_cfg' is missing"),
-        ("preprocessor_config.json", None, "No such file"),
+        ("preprocessor_config.json", None, "no such file"),
     ],
 )
 def test_broken_files_are_named(tiny_copy, name, text, message):

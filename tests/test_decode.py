@@ -207,16 +207,16 @@ def test_too_many_pixels_are_refused_from_the_header(side):
 
 
 def test_limits_are_settable():
-    small = KimiProcessor(pixel_config(), Limits(pixels=90 * 40 - 1))
+    small = KimiProcessor(pixel_config(), Limits(max_pixels=90 * 40 - 1))
     with pytest.raises(ImageError, match=r"90x40 is 3600 pixels, the limit is 3599 \(raise max_pixels"):
         small(UPRIGHT)
-    assert len(KimiProcessor(pixel_config(), Limits(pixels=90 * 40))(UPRIGHT)) == 1
+    assert len(KimiProcessor(pixel_config(), Limits(max_pixels=90 * 40))(UPRIGHT)) == 1
     with pytest.raises(ImageError, match="the limit is 10"):
-        KimiProcessor(pixel_config(), Limits(bytes=10))(PNG)
+        KimiProcessor(pixel_config(), Limits(max_bytes=10))(PNG)
     with pytest.raises(ImageError, match="10"):
-        KimiProcessor(pixel_config(), Limits(bytes=10))(data_url(PNG))
+        KimiProcessor(pixel_config(), Limits(max_bytes=10))(data_url(PNG))
     with pytest.raises(ImageError, match="the limit is 10"):
-        KimiProcessor(pixel_config(), Limits(bytes=10))(IMAGES / "rgb_300x200.png")
+        KimiProcessor(pixel_config(), Limits(max_bytes=10))(IMAGES / "rgb_300x200.png")
 
 
 def test_calls_at_once_do_not_see_each_other():
@@ -279,7 +279,7 @@ def test_open_files(tmp_path):
     with pytest.raises(ImageError, match="opened as text"):
         FULL(io.StringIO("text"))
     with pytest.raises(ImageError, match="the limit is 10"):
-        KimiProcessor(pixel_config(), Limits(bytes=10))(io.BytesIO(PNG))
+        KimiProcessor(pixel_config(), Limits(max_bytes=10))(io.BytesIO(PNG))
 
 
 def test_file_is_closed(tmp_path):

@@ -93,7 +93,7 @@ def test_bad_picture_is_named(encoder):
 
 
 def test_limits_reach_the_processor():
-    encoder = Encoder.from_pretrained(TINY, limits=Limits(pixels=100))
+    encoder = Encoder.from_pretrained(TINY, limits=Limits(max_pixels=100))
     with pytest.raises(ImageError, match="the limit is 100"):
         encoder.encode(PICTURES[0])
 

@@ -23,7 +23,7 @@ from moonvit.weights.hub import HubCheckpoint, HubRepo
 from moonvit.weights.load import fingerprint
 from moonvit.weights.ranges import RemoteFile
 from moonvit.weights.rows import embedding_rows
-from moonvit.weights.source import find_checkpoint
+from moonvit.weights.source import fetch_to, find_checkpoint
 
 REPO = "org/k3"
 FILES = {path.name: path for path in TINY.iterdir()}
@@ -37,7 +37,8 @@ def place(tmp_path, monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("MOONVIT_CACHE", str(tmp_path / "moonvit"))
-    monkeypatch.setattr(RemoteFile, "_pause", lambda *_: None)
+    monkeypatch.setattr("moonvit.weights.ranges.pause_before", lambda *_: 0.0)
+    monkeypatch.setattr("moonvit.weights.hub.pause_before", lambda *_: 0.0)
     return tmp_path
 
 
@@ -85,7 +86,7 @@ def test_fetched_equals_the_original(hub):
         "model.safetensors.index.json",
         "preprocessor_config.json",
     ]
-    assert not list(found.parent.glob("*.partial"))
+    assert not list(found.parent.glob(".*.fetching"))
 
 
 def test_from_pretrained_by_name(hub):
@@ -339,9 +340,8 @@ def test_killed_and_gone_on_with(hub, place):
     while kills < 20:
         process = subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         before = hub.sent(".safetensors")
-        deadline = time.monotonic() + 60
         aim = before + generator.randrange(20_000, source.nbytes // 22)
-        while hub.sent(".safetensors") < aim and process.poll() is None and time.monotonic() < deadline:
+        while hub.sent(".safetensors") < aim and process.poll() is None:
             time.sleep(0.002)
         assert process.poll() is None, process.stderr.read()
         process.send_signal(signal.SIGKILL)
@@ -361,15 +361,21 @@ def test_killed_and_gone_on_with(hub, place):
 def test_rows_of_the_text_embedding(hub):
     """From a hub and from a directory: the rows asked for, in order, and nothing else."""
     local, remote = LocalCheckpoint(TINY), HubCheckpoint(HubRepo(REPO))
-    before = hub.sent(".safetensors")
     ids = [5, 3, 4, 31, 5]
     from safetensors.torch import load_file
 
     table = load_file(TINY / "model-00002-of-000003.safetensors")["language_model.model.embed_tokens.weight"]
     assert torch.equal(embedding_rows(local, ids), table[ids])
+    asked = len(hub.requests)
     assert torch.equal(embedding_rows(remote, ids), table[ids])
     header = local.header("model-00002-of-000003.safetensors").size + 8
-    assert hub.sent(".safetensors") - before <= 4 * 48 * 2 + header
+    spans = [r.range for r in hub.requests[asked:] if r.range]
+    assert len(spans) == 4  # the header's length and text, rows 3 to 5 as one, row 31
+    moved = [int(b) - int(a) + 1 for a, b in (s.removeprefix("bytes=").split("-") for s in spans)]
+    assert sum(moved) == 4 * 48 * 2 + header
+    assert torch.equal(embedding_rows(local, torch.tensor(ids)), table[ids])
+    with pytest.raises(TypeError):
+        embedding_rows(local, [1.5])
     assert embedding_rows(local, []).shape == (0, 48)
     for bad in (-1, 32):
         with pytest.raises(WeightsError, match=f"token id {bad} is outside the table of 32 rows"):
@@ -386,12 +392,12 @@ def test_no_text_embedding(tiny_copy):
 @pytest.mark.parametrize("status", [429, 503])
 def test_busy_hub_is_asked_again(hub, monkeypatch, status):
     """Questions beside ranges, too, are repeated; a hub that stays busy ends in one line."""
-    monkeypatch.setattr("moonvit.weights.hub.time.sleep", lambda _: None)
     hub.faults = Faults(api_status=status, times=3)
     find_checkpoint(REPO)
     hub.faults = Faults(api_status=status)
+    hub.repos["org/other"] = FILES
     with pytest.raises(WeightsError, match=f"the hub answered: .*{status}"):
-        find_checkpoint(REPO)
+        find_checkpoint("org/other")
 
 
 def test_expired_links_are_asked_for_again(place, monkeypatch):
@@ -409,3 +415,112 @@ def test_redirects_elsewhere_are_refused(place, hub, target):
     hub.faults = Faults(redirect_to=target)
     with pytest.raises(WeightsError, match="refused a redirect|malformed address"):
         file.read(0, 10)
+
+
+def test_parts_of_another_source_are_not_taken_up(hub, place, monkeypatch):
+    """A fetch into the same place of something else starts afresh, whatever an earlier one left."""
+    directory = place / "other"
+    make_checkpoint(directory, "tiny", seed=9)
+    hub.repos["org/other"] = {path.name: path for path in directory.iterdir()}
+    real, calls = fetching._fetch_part, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    monkeypatch.setattr(fetching, "_fetch_part", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fetch_to(HubRepo(REPO), place / "out")
+    (fetching.unfinished(place / "out") / "stranger.safetensors").write_bytes(b"x")
+    monkeypatch.setattr(fetching, "_fetch_part", real)
+    fetch_to(HubRepo("org/other"), place / "out")
+    assert fingerprint(LocalCheckpoint(place / "out")) == fingerprint(LocalCheckpoint(directory))
+    assert not list((place / "out").glob("stranger*"))
+
+
+@pytest.mark.parametrize("sha", [None, "main", "/etc", "../models--org--secret/abc", "A" * 40, "a" * 39])
+def test_commit_must_be_one(hub, place, sha):
+    hub.commit = sha
+    with pytest.raises(WeightsError, match="names no commit"):
+        find_checkpoint(REPO)
+    assert not (place / "moonvit").exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "config", "ref"])
+def test_damaged_cache_is_fetched_again(hub, place, damage):
+    found = find_checkpoint(REPO)
+    shard = found / "model-00001-of-00002.safetensors"
+    if damage == "cut":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif damage == "gone":
+        shard.unlink()
+    elif damage == "config":
+        (found / "config.json").unlink()
+    else:
+        (found.parent / "refs" / "main").write_text("../../elsewhere")
+    with pytest.raises(WeightsError, match="not in the cache"):
+        find_checkpoint(REPO, local_files_only=True)
+    assert find_checkpoint(REPO) == found
+    assert fingerprint(LocalCheckpoint(find_checkpoint(REPO, local_files_only=True))) == fingerprint(
+        LocalCheckpoint(TINY)
+    )
+
+
+def test_cache_serves_when_the_hub_does_not(hub, place):
+    found = find_checkpoint(REPO)
+    hub.faults = Faults(api_status=503)
+    assert find_checkpoint(REPO) == found
+    asked = len(hub.requests)
+    assert find_checkpoint(REPO, revision=COMMIT) == found
+    assert len(hub.requests) == asked
+
+
+def test_large_small_file_is_refused_unread(hub, place):
+    big = place / "config.json"
+    with big.open("wb") as file:
+        file.truncate(600_000_000)
+    hub.repos[REPO] = FILES | {"config.json": big}
+    with pytest.raises(ConfigError, match="600000000 bytes, the limit is"):
+        find_checkpoint(REPO)
+    assert hub.sent("config.json") == 0
+
+
+def test_interrupt_stops_a_fetch_that_hangs(hub, place):
+    """A server that stays silent in the middle of a range does not hold up the end of the program."""
+    hub.faults = Faults(silent_after=1000)
+    words = [sys.executable, "-m", "moonvit", "fetch", REPO]
+    process = subprocess.Popen(words, env=environment(hub, place), stderr=subprocess.PIPE, text=True)
+    while sum(r.range is not None for r in hub.requests) < 5:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors.strip() == "error: interrupted"
+
+
+def test_full_disk_is_said_before(hub, place, monkeypatch):
+    import shutil as tools
+
+    usage = tools.disk_usage(place)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(WeightsError, match="bytes of disk, 1000 are free"):
+        find_checkpoint(REPO)
+
+
+def test_mlx_checkpoint_from_a_hub(hub, place):
+    from safetensors.torch import save_file
+
+    source = LocalCheckpoint(TINY)
+    tensors = {name: source.read(name).clone() for name in source.tensors}
+    patch = "vision_tower.patch_embed.proj.weight"
+    turned = tensors | {patch: tensors[patch].permute(0, 2, 3, 1).contiguous()}
+    save_file(turned, place / "model.safetensors", metadata={"format": "mlx"})
+    configs = {name: FILES[name] for name in ("config.json", "preprocessor_config.json")}
+    hub.repos[REPO] = configs | {
+        "model.safetensors": place / "model.safetensors",
+        "mlx/model.safetensors": TINY / LAST,
+    }
+    assert torch.equal(LocalCheckpoint(find_checkpoint(REPO)).read(patch), tensors[patch])

@@ -1,5 +1,6 @@
 """Layouts in the wild load to the same embeddings; export and verify; what is no vision half is refused."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -190,6 +191,16 @@ def test_export_in_another_type(tmp_path, tensors):
         export(LocalCheckpoint(TINY), tmp_path / "out")
 
 
+def test_values_too_large_for_float16_are_refused(tmp_path, tensors):
+    huge = tensors | {NORM: torch.full((64,), 1e6)}
+    directory = written(tmp_path / "m", {"model.safetensors": huge})
+    with pytest.raises(WeightsError, match=r"norm0\.weight: values up to 1e\+06 do not fit into float16"):
+        export(LocalCheckpoint(directory), tmp_path / "out", torch.float16)
+    with pytest.raises(WeightsError, match="do not fit into float16"):
+        Encoder.from_pretrained(directory, dtype="float16")
+    assert not (tmp_path / "out").exists()
+
+
 def test_export_of_a_faulty_checkpoint(tiny_copy, tmp_path):
     (tiny_copy / "model-00003-of-000003.safetensors").unlink()
     done = cli("export", tiny_copy, "-o", tmp_path / "out")
@@ -204,7 +215,10 @@ def test_verify(tmp_path, tensors):
     assert done.returncode == 0
     assert document["fingerprint"] == fingerprint(LocalCheckpoint(TINY))
     assert len(document["tensors"]) == 24
-    assert {len(t["sha256"]) for t in document["tensors"]} == {64}
+    checkpoint = LocalCheckpoint(TINY)
+    for tensor in document["tensors"]:
+        expected = hashlib.sha256(checkpoint.bytes_of(tensor["name"]).tobytes()).hexdigest()
+        assert tensor["sha256"] == expected
     spoiled = tensors | {NORM: torch.full((64,), float("nan"), dtype=torch.bfloat16)}
     done = cli("verify", written(tmp_path / "m", {"model.safetensors": spoiled}))
     assert done.returncode == 1

@@ -76,7 +76,7 @@ def test_what_the_readme_says_of_the_photograph(place):
     """Tokens and grid in the sample output hold for any K3 checkpoint."""
     words = [sys.executable, "-m", "moonvit", "count", "examples/rocket.jpg"]
     done = subprocess.run(words, cwd=place[0], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[:4] == ["368", "640x427", "grid", "32x46"]
+    assert done.stdout.split()[:4] == ["368", "640x427", "grid", "1x32x46"]
     assert "grid 1x32x46  368 tokens" in README
 
 

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from moonvit.config import PixelConfig, VisionConfig
     from moonvit.encoder import Encoder
     from moonvit.errors import ConfigError, ImageError, MoonvitError, NumericsError, WeightsError
+    from moonvit.pixels.decode import Limits
 
 _HOMES = {
     "Encoder": "moonvit.encoder",
     "PixelConfig": "moonvit.config",
     "VisionConfig": "moonvit.config",
+    "Limits": "moonvit.pixels.decode",
     "ConfigError": "moonvit.errors",
     "ImageError": "moonvit.errors",
     "MoonvitError": "moonvit.errors",
@@ -28,6 +30,7 @@ __all__ = [
     "ConfigError",
     "Encoder",
     "ImageError",
+    "Limits",
     "MoonvitError",
     "NumericsError",
     "PixelConfig",

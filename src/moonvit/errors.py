@@ -6,6 +6,8 @@ caller who knows nothing of moonvit's own classes still catches them.
 
 from collections.abc import Sequence
 
+_FAULT_LENGTH = 600  # names in hostile files may be megabytes long
+
 
 class MoonvitError(ValueError):
     """Base of all errors caused by input.
@@ -41,9 +43,17 @@ class WeightsError(MoonvitError):
 
     def __init__(self, where: str, faults: Sequence[str], hint: str = "") -> None:
         self.where = where
-        self.faults = tuple(faults)
+        self.faults = tuple(f if len(f) <= _FAULT_LENGTH else f[: _FAULT_LENGTH - 3] + "..." for f in faults)
         if len(self.faults) == 1:
             message = f"{where}: {self.faults[0]}"
         else:
             message = f"{where}: {len(self.faults)} faults:\n" + "\n".join(f"  {f}" for f in self.faults)
         super().__init__(message, hint)
+
+
+class FetchError(WeightsError):
+    """A hub does not answer as it must; says nothing of the checkpoint itself."""
+
+
+class OfflineError(FetchError):
+    """The hub cannot be reached, or may not be asked."""

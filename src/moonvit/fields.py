@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def parse_json(data: bytes, where: str) -> Any:
 def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        doubled = sorted({name for name in names if names.count(name) > 1})
+        counts = Counter(name for name, _ in pairs)
+        doubled = sorted(name[:200] for name, count in counts.items() if count > 1)
         raise ConfigError(f"{where}: named twice: {', '.join(doubled[:8])}")
     return result

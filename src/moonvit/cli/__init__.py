@@ -88,7 +88,12 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def printable(text: str) -> str:
+    """The text with whatever could steer a terminal written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def fail(message: str, code: int = 1) -> int:
     """Say what went wrong on stderr; gives back the exit code."""
-    click.echo(f"error: {message}", err=True)
+    click.echo(f"error: {printable(message)}", err=True)
     return code

@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Count the tokens of pictures; only their headers are read."""
     config = _pixel_config(model)
-    limits = Limits(pixels=max_pixels or Limits.pixels, bytes=max_bytes or Limits.bytes)
+    limits = Limits(max_pixels=max_pixels or Limits.max_pixels, max_bytes=max_bytes or Limits.max_bytes)
     plans: list[tuple[str, ImagePlan]] = []
     failures: list[dict[str, str]] = []
     for source in expand(images):
@@ -72,6 +72,6 @@ def _report(plans: list[tuple[str, ImagePlan]], failures: list[dict[str, str]], 
         return
     for source, plan in plans:
         _, h, w = plan.grid
-        click.echo(f"{plan.tokens:>7}  {plan.width}x{plan.height}  grid {h}x{w}  {source}")
+        click.echo(f"{plan.tokens:>7}  {plan.width}x{plan.height}  grid 1x{h}x{w}  {source}")
     if len(plans) > 1:
         click.echo(f"{sum(plan.tokens for _, plan in plans):>7}  total")

@@ -98,7 +98,7 @@ def command(
     rest is done; the exit code is then 1.
     """
     began = time.perf_counter()
-    limits = Limits(pixels=max_pixels or Limits.pixels, bytes=max_bytes or Limits.bytes)
+    limits = Limits(max_pixels=max_pixels or Limits.max_pixels, max_bytes=max_bytes or Limits.max_bytes)
     encoder = Encoder.from_pretrained(
         model,
         revision=revision,
@@ -197,7 +197,7 @@ def _report(job: Job, seconds: dict[str, float], output: Path | None, kind: str)
         failed = f", {len(job.failures)} failed" if job.failures else ""
         tokens = sum(row.tokens for row in job.rows)
         click.echo(
-            f"{len(job.rows)} pictures, {tokens} tokens{failed}; "
+            f"{len(job.rows)} picture{'s' * (len(job.rows) != 1)}, {tokens} tokens{failed}; "
             f"loaded in {seconds['load']:.2f} s, encoded in {seconds['encode']:.2f} s"
         )
         click.echo(f"embeddings: {output}" if output else "embeddings: not kept; -o FILE writes them")

@@ -7,7 +7,7 @@ import click
 
 from moonvit.cli import options
 from moonvit.cli.progress import fetch_bar
-from moonvit.errors import MoonvitError
+from moonvit.errors import MoonvitError, WeightsError
 from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.hub import HubRepo
 from moonvit.weights.source import fetch_to, find_checkpoint
@@ -36,6 +36,8 @@ def command(repo: str, revision: str | None, output: Path | None) -> None:
         place = output
         fetch_to(HubRepo(repo, revision), output, fetch_bar)
     held = LocalCheckpoint(place)
+    if held.faults:
+        raise WeightsError(str(place), held.faults)
     click.echo(f"{len(held.tensors)} vision tensors, {held.nbytes:,} bytes", err=True)
     click.echo(f"done in {time.perf_counter() - began:.1f} s", err=True)
     click.echo(place)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import torch
 
-from moonvit.cli import options
+from moonvit.cli import options, printable
 from moonvit.config import PixelConfig, VisionConfig, check_agreement
 from moonvit.errors import ConfigError
 from moonvit.towers.kimi_k3 import KimiK3Vision
@@ -108,5 +108,5 @@ def _print(document: dict[str, Any]) -> None:
     if not document["projector"]:
         click.echo("  no projector: the tower can be used alone")
     for fault in document["faults"]:
-        click.echo(f"  fault: {fault}")
+        click.echo(f"  fault: {printable(fault)}")
     click.echo("  cannot be loaded" if document["faults"] else "  complete")

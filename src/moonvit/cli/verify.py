@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from moonvit.cli import options
+from moonvit.cli import options, printable
 from moonvit.cli.info import describe_checkpoint
 from moonvit.cli.progress import bar
 from moonvit.weights.checkpoint import LocalCheckpoint
@@ -36,7 +36,7 @@ def command(model: str, revision: str | None, kind: str) -> None:
         click.echo(json.dumps({"fingerprint": digest, "tensors": rows, "faults": faults}, indent=2))
     else:
         for fault in faults:
-            click.echo(f"fault: {fault}")
+            click.echo(f"fault: {printable(fault)}")
         click.echo(f"{len(tensors)} tensors, {checkpoint.nbytes:,} bytes, {digest}")
         click.echo(f"{len(faults)} faults" if faults else "all right")
     sys.exit(1 if faults else 0)

@@ -49,8 +49,8 @@ _ARRAY_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 class Limits:
     """Bounds checked before a picture is decoded: pixels of its header, bytes of its file."""
 
-    pixels: int = 89_478_485
-    bytes: int = 64 * 2**20
+    max_pixels: int = 89_478_485
+    max_bytes: int = 64 * 2**20
 
 
 def read_image(
@@ -59,8 +59,8 @@ def read_image(
     """The decoded picture, first frame of an animation.
 
     Args:
-        source: a path, bytes, an open binary file, a `data:` URL, a PIL image, or a numpy or torch array: uint8 (0..255) or
-            floating (0..1).
+        source: a path, bytes, an open binary file, a `data:` URL, a PIL image, or a numpy or torch
+            array: uint8 (0..255) or floating (0..1).
         limits: checked before decoding.
         exif: "apply" turns the picture upright, "ignore" leaves it as stored.
         layout: of a three-dimensional array, "HWC" or "CHW"; never guessed.
@@ -152,7 +152,7 @@ def _open_path(path: Path, name: str, limits: Limits) -> BinaryIO:
 
 def _read_all(file: Any, name: str, limits: Limits) -> bytes:
     """The rest of an open binary file, no more than the limit and a byte."""
-    data = file.read(limits.bytes + 1)
+    data = file.read(limits.max_bytes + 1)
     if not isinstance(data, bytes):
         raise ImageError(f"{name}: opened as text", "open it in binary mode")
     _check_bytes(len(data), name, limits)
@@ -193,17 +193,19 @@ def _naming(name: str) -> Iterator[None]:
 def _check_bytes(count: int, name: str, limits: Limits) -> None:
     if count == 0:
         raise ImageError(f"{name}: empty")
-    if count > limits.bytes:
-        raise ImageError(f"{name}: {count} bytes, the limit is {limits.bytes}", "raise max_bytes to allow it")
+    if count > limits.max_bytes:
+        raise ImageError(
+            f"{name}: {count} bytes, the limit is {limits.max_bytes}", "raise max_bytes to allow it"
+        )
 
 
 def _check_size(image: Image.Image, name: str, limits: Limits) -> None:
     width, height = image.size
     if width < 1 or height < 1:
         raise ImageError(f"{name}: has no pixels ({width}x{height})")
-    if width * height > limits.pixels:
+    if width * height > limits.max_pixels:
         raise ImageError(
-            f"{name}: {width}x{height} is {width * height} pixels, the limit is {limits.pixels}",
+            f"{name}: {width}x{height} is {width * height} pixels, the limit is {limits.max_pixels}",
             "raise max_pixels to allow it",
         )
 
@@ -238,8 +240,8 @@ def _data_url_bytes(url: str, name: str, limits: Limits) -> bytes:
         raise ImageError(f"{name}: no comma behind its header")
     if not head.lower().endswith(";base64"):
         raise ImageError(f"{name}: only base64 data URLs are read")
-    if len(body) * 3 // 4 > limits.bytes + 4:
-        raise ImageError(f"{name}: more than {limits.bytes} bytes", "raise max_bytes to allow it")
+    if len(body) * 3 // 4 > limits.max_bytes + 4:
+        raise ImageError(f"{name}: more than {limits.max_bytes} bytes", "raise max_bytes to allow it")
     try:
         return base64.b64decode(body.encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
@@ -260,8 +262,8 @@ def _from_array(source: Any, name: str, layout: Layout | None, limits: Limits) -
     height, width, channels = pixels.shape
     if height * width == 0:
         raise ImageError(f"{name}: has no pixels ({width}x{height})")
-    if height * width > limits.pixels:
-        raise ImageError(f"{name}: {height * width} pixels, the limit is {limits.pixels}")
+    if height * width > limits.max_pixels:
+        raise ImageError(f"{name}: {height * width} pixels, the limit is {limits.max_pixels}")
     eight_bit = np.ascontiguousarray(_eight_bit(pixels, name))
     mode = _ARRAY_MODES[channels]
     return Image.frombytes(mode, (width, height), eight_bit.tobytes())

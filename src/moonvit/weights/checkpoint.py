@@ -1,13 +1,13 @@
 """A checkpoint in a directory; its tensors are memory-mapped."""
 
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moonvit.errors import WeightsError
+from moonvit.errors import ConfigError, WeightsError
 from moonvit.fields import read_bytes
+from moonvit.lazy import lazy
 from moonvit.weights.header import Header, header_size, parse_header
 from moonvit.weights.index import Checkpoint, check_name
 
@@ -30,7 +30,11 @@ class LocalCheckpoint(Checkpoint):
         return sorted(path.name for path in self.directory.iterdir())
 
     def small_file(self, name: str, limit: int) -> bytes:
-        return read_bytes(self.directory / name, limit)
+        try:
+            path = inside(self.directory, name)
+        except WeightsError as error:
+            raise ConfigError(f"{self.directory / name}: {error.faults[0]}") from error
+        return read_bytes(path, limit)
 
     def header(self, shard: str) -> Header:
         return read_header(inside(self.directory, shard))
@@ -40,7 +44,7 @@ class LocalCheckpoint(Checkpoint):
             self._maps[shard] = np.memmap(inside(self.directory, shard), np.uint8, mode="c")
         return self._maps[shard][start:stop]
 
-    @cached_property
+    @lazy
     def _maps(self) -> dict[str, NDArray[np.uint8]]:
         return {}
 
@@ -56,8 +60,9 @@ def inside(directory: Path, name: str) -> Path:
     if not path.exists():
         raise WeightsError(name, ["no such file"])
     real, home = path.resolve(), directory.resolve()
-    repository = home.parent.parent if home.parent.name == "snapshots" else home
-    if not real.is_relative_to(repository):
+    blobs = home.parent.parent / "blobs"
+    cached = home.parent.name == "snapshots" and real.parent == blobs
+    if not cached and not real.is_relative_to(home):
         raise WeightsError(name, ["refused: the link leads out of the checkpoint"])
     if not real.is_file():
         raise WeightsError(name, ["not a regular file"])

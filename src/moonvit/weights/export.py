@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from moonvit.weights.index import TORCH_DTYPES, Checkpoint, index_bytes
-from moonvit.weights.load import fingerprint
+from moonvit.weights.load import converted, fingerprint
 from moonvit.weights.place import new_directory
 from moonvit.weights.writer import SafetensorsWriter
 
@@ -30,7 +30,7 @@ def _write(checkpoint: Checkpoint, directory: Path, dtype: torch.dtype | None) -
     with SafetensorsWriter(directory / FILE, reserve=256 * len(checkpoint.tensors) + 1024) as writer:
         for name in sorted(checkpoint.tensors):
             tensor = checkpoint.read(name)
-            tensor = tensor if dtype is None else tensor.to(dtype)
+            tensor = tensor if dtype is None else converted(name, tensor, dtype)
             writer.add(name, tensor)
             total += tensor.nbytes
         writer.metadata.update(format="pt", source_fingerprint=fingerprint(checkpoint))

@@ -7,10 +7,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
+from queue import SimpleQueue
+from threading import Event, Thread
 
 import torch
 
@@ -21,6 +21,7 @@ from moonvit.weights.hub import HubCheckpoint
 from moonvit.weights.index import StoredTensor, index_bytes
 from moonvit.weights.journal import Journal, Span, missing
 from moonvit.weights.load import check_loadable, tower_only
+from moonvit.weights.place import sync_directory
 
 CONNECTIONS = 4
 """Ranges asked for at the same time."""
@@ -55,7 +56,7 @@ class Part:
 def fetch(checkpoint: HubCheckpoint, directory: Path, progress: Progress | None = None) -> None:
     """Make `directory`, a checkpoint of the vision tensors under their released names.
 
-    It appears only when complete; beside it, `directory.partial` holds what an earlier, killed run has
+    It appears only when complete; beside it, a hidden directory holds what an earlier, killed run has
     brought, and is gone on with. Refused before a tensor is moved: whatever could not be loaded.
 
     Args:
@@ -64,18 +65,39 @@ def fetch(checkpoint: HubCheckpoint, directory: Path, progress: Progress | None 
         progress: called with the number of bytes that came or were there already.
     """
     _refuse_unusable(checkpoint)
-    partial = directory.with_name(directory.name + ".partial")
+    partial = unfinished(directory)
     partial.mkdir(parents=True, exist_ok=True)
     parts = plan_parts(checkpoint)
+    _remove_strangers(partial, parts)
     for part in parts:
         if not (partial / part.name).exists():
             _fetch_part(checkpoint, part, partial, progress)
         elif progress:
             progress(part.size - len(part.head))
     _write_small_files(checkpoint, parts, partial)
-    for leftover in [*partial.glob("*.partial"), *partial.glob("*.journal")]:
-        leftover.unlink()
+    sync_directory(partial)
     partial.rename(directory)
+    sync_directory(directory.parent)
+
+
+def unfinished(directory: Path) -> Path:
+    """Where a fetch into `directory` gathers what has come."""
+    return directory.with_name(f".{directory.name}.fetching")
+
+
+def _remove_strangers(partial: Path, parts: list[Part]) -> None:
+    """Keep only finished parts that are the ones planned, and pieces of parts not finished."""
+    planned = {part.name: part for part in parts}
+    for path in partial.iterdir():
+        part = planned.get(path.name)
+        if part is not None:
+            with path.open("rb") as file:
+                whole = path.stat().st_size == part.size and file.read(len(part.head)) == part.head
+            if whole:
+                continue
+        elif path.name.removesuffix(".partial").removesuffix(".journal") in planned:
+            continue
+        path.unlink()
 
 
 def _refuse_unusable(checkpoint: HubCheckpoint) -> None:
@@ -143,8 +165,6 @@ def _fetch_part(checkpoint: HubCheckpoint, part: Part, directory: Path, progress
         if progress:
             progress(part.size - len(part.head) - sum(request.length for request in requests))
 
-        stopped = Event()
-
         def move(request: Run) -> None:
             place = request.target
             buffer = bytearray()
@@ -159,8 +179,6 @@ def _fetch_part(checkpoint: HubCheckpoint, part: Part, directory: Path, progress
                     buffer.clear()
 
             def sink(data: bytes) -> None:
-                if stopped.is_set():
-                    raise StoppedError
                 buffer.extend(data)
                 if len(buffer) >= piece:
                     flush()
@@ -170,26 +188,38 @@ def _fetch_part(checkpoint: HubCheckpoint, part: Part, directory: Path, progress
             finally:
                 flush()
 
-        _all_done(move, requests, stopped)
+        _all_done(move, requests, file.stopped)
         journal.write(0, part.head)
         journal.finish()
 
 
-class StoppedError(Exception):
-    """Another connection failed, or the user interrupted."""
-
-
 def _all_done(move: Callable[[Run], None], requests: list[Run], stopped: Event) -> None:
-    """Run all requests on a few connections; on an error the rest is stopped and the error raised."""
-    with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="moonvit-fetch") as pool:
-        futures = [pool.submit(move, request) for request in requests]
-        try:
-            for future in as_completed(futures):
-                future.result()
-        except BaseException:
-            stopped.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    """Run all requests on a few connections; on an error or an interrupt the rest is stopped at once.
+
+    The threads are daemons: one that waits for a silent server must not hold up the end of the program.
+    """
+    waiting: SimpleQueue[Run | None] = SimpleQueue()
+    results: SimpleQueue[BaseException | None] = SimpleQueue()
+    for request in [*requests, *[None] * CONNECTIONS]:
+        waiting.put(request)
+
+    def work() -> None:
+        while (request := waiting.get()) is not None and not stopped.is_set():
+            try:
+                move(request)
+                results.put(None)
+            except BaseException as error:  # handed to the caller's thread
+                results.put(error)
+
+    for number in range(min(CONNECTIONS, len(requests))):
+        Thread(target=work, name=f"moonvit-fetch-{number}", daemon=True).start()
+    try:
+        for _ in requests:
+            if (error := results.get()) is not None:
+                raise error
+    except BaseException:
+        stopped.set()
+        raise
 
 
 def _requests(run: Run, done: list[Span]) -> list[Run]:
@@ -218,8 +248,9 @@ def _write_small_files(checkpoint: HubCheckpoint, parts: list[Part], directory: 
 
 
 def free_space(directory: Path, needed: int) -> None:
-    """`WeightsError` where the disk has less than `needed` bytes left."""
+    """`WeightsError` where the disk has not enough room for `needed` bytes, less what has come already."""
     place = next(p for p in [directory, *directory.parents] if p.exists())
+    come = sum(512 * path.stat().st_blocks for path in unfinished(directory).glob("*"))
     free = shutil.disk_usage(place).free
-    if free < needed:
-        raise WeightsError(str(directory), [f"needs {needed} bytes of disk, {free} are free"])
+    if free < needed - come:
+        raise WeightsError(str(directory), [f"needs {needed - come} bytes of disk, {free} are free"])

@@ -15,6 +15,9 @@ from moonvit.fields import parse_json, shown
 HEADER_LIMIT = 100_000_000
 """Bytes of header JSON, the format's own cap."""
 
+MAX_RANK = 8
+"""Dimensions of a tensor."""
+
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8,
     "F8_E5M2FNUZ": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
@@ -83,7 +86,11 @@ def _entry(name: str, fields: Any, origin: int, where: str) -> TensorEntry:
         numbers = [*shape, start, stop]
     except (TypeError, KeyError, ValueError) as error:
         raise WeightsError(where, [f"{name}: malformed header entry {shown(fields)}"]) from error
-    if any(type(n) is not int or not 0 <= n < 2**63 for n in numbers) or not isinstance(dtype, str):
+    if (
+        len(numbers) > 2 + MAX_RANK
+        or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers)
+        or not isinstance(dtype, str)
+    ):
         raise WeightsError(where, [f"{name}: malformed header entry {shown(fields)}"])
     if dtype not in DTYPE_BITS:
         raise WeightsError(where, [f"{name}: unknown type {shown(dtype)}"])

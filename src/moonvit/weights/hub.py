@@ -1,28 +1,26 @@
 """A checkpoint on a hub, read by byte ranges."""
 
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moonvit.errors import ConfigError, WeightsError
+from moonvit.errors import ConfigError, FetchError, OfflineError, WeightsError
+from moonvit.lazy import lazy
 from moonvit.weights.header import Header, header_size, parse_header
 from moonvit.weights.index import Checkpoint, check_name
-from moonvit.weights.ranges import RETRIED, TRIES, RemoteFile, http_client, pause_before, retry_after
+from moonvit.weights.ranges import RETRIED, TIMEOUT, TRIES, RemoteFile, http_client, pause_before, retry_after
 
 T = TypeVar("T")
 
 
-class OfflineError(WeightsError):
-    """The hub cannot be reached, or may not be asked."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class HubRepo:
     """A model repository.
 
@@ -30,37 +28,48 @@ class HubRepo:
         name: "org/name".
         revision: branch, tag or commit; None is the main branch.
         token: a string, True for the saved one, False for none, None for the saved one if there is any.
+        cache_dir: for small files; None is huggingface-hub's own.
     """
 
     name: str
     revision: str | None = None
     token: str | bool | None = None
+    cache_dir: Path | None = None
 
-    @cached_property
+    @lazy
     def commit(self) -> str:
         """The commit that the revision stands for now."""
-        return str(self._info.sha)
+        sha = str(self._info.sha)
+        if not is_commit(sha):
+            raise FetchError(self.name, [f"the hub names no commit but {sha[:80]!r}"])
+        return sha
 
     @property
     def files(self) -> list[str]:
-        return [sibling.rfilename for sibling in self._info.siblings or []]
+        return [str(sibling.rfilename) for sibling in self._info.siblings or []]
 
-    @cached_property
+    @lazy
     def _info(self) -> Any:
         from huggingface_hub import HfApi
 
         api = HfApi(endpoint=endpoint(), token=self.token)
-        return self._asked(lambda: api.model_info(self.name, revision=self.revision))
+        return self._asked(lambda: api.model_info(self.name, revision=self.revision, timeout=TIMEOUT))
 
-    def download(self, file: str) -> bytes:
-        """A small file at the commit, through huggingface-hub's own cache."""
-        from pathlib import Path
-
+    def download(self, file: str, limit: int) -> bytes:
+        """A file of at most `limit` bytes at the commit, through huggingface-hub's cache."""
         from huggingface_hub import hf_hub_download
 
+        size = self.open(file)[0].size
+        if size > limit:
+            raise WeightsError(f"{self.name}/{file}", [f"{size} bytes, the limit is {limit}"])
         path = self._asked(
             lambda: hf_hub_download(
-                self.name, file, revision=self.commit, token=self.token, endpoint=endpoint()
+                self.name,
+                file,
+                revision=self.commit,
+                token=self.token,
+                endpoint=endpoint(),
+                cache_dir=self.cache_dir,
             ),
             file,
         )
@@ -107,14 +116,19 @@ class HubRepo:
             if error.response is not None and error.response.status_code == 401:
                 hint = "log in with `hf auth login` or set a valid HF_TOKEN"
                 raise WeightsError(where, ["the hub refused the token"], hint) from error
-            raise WeightsError(where, [f"the hub answered: {str(error).splitlines()[0]}"]) from error
+            fault = f"the hub answered: {str(error).splitlines()[0]}"
+            busy = error.response is not None and error.response.status_code in RETRIED
+            raise (OfflineError if busy else FetchError)(where, [fault]) from error
         except errors.HFValidationError as error:
             raise WeightsError(where, ["no such directory, and not a repository name"]) from error
         except http_client()[1].TransportError as error:
             reason = f"the hub cannot be reached: {type(error).__name__}"
             raise OfflineError(where, [reason], "check the network") from error
         except http_client()[1].HTTPError as error:
-            raise WeightsError(where, [str(error).splitlines()[0]]) from error
+            raise FetchError(where, [str(error).splitlines()[0]]) from error
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            fault = f"the hub's answer is malformed ({type(error).__name__})"
+            raise FetchError(where, [fault], f"it was asked at {endpoint()}") from error
 
 
 def patiently(question: Callable[[], T]) -> T:
@@ -130,6 +144,11 @@ def patiently(question: Callable[[], T]) -> T:
             told = retry_after(error.response.headers.get("Retry-After"))
             time.sleep(pause_before(attempt, told))
     return question()
+
+
+def is_commit(text: str) -> bool:
+    """Whether it is a whole commit hash, and so safe as a file name."""
+    return re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", text) is not None
 
 
 def endpoint() -> str:
@@ -153,14 +172,11 @@ class HubCheckpoint(Checkpoint):
 
     def small_file(self, name: str, limit: int) -> bytes:
         try:
-            data = self.repo.download(name)
-        except OfflineError:
+            return self.repo.download(name, limit)
+        except FetchError:
             raise
         except WeightsError as error:
             raise ConfigError(f"{self.where}/{name}: {error.faults[0]}", error.hint) from error
-        if len(data) > limit:
-            raise ConfigError(f"{self.where}/{name}: larger than {limit} bytes")
-        return data
 
     def header(self, shard: str) -> Header:
         file = self.file(shard)

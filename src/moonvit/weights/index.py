@@ -7,7 +7,6 @@ can be reported all at once.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -16,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moonvit.errors import ConfigError, WeightsError
+from moonvit.errors import ConfigError, FetchError, WeightsError
 from moonvit.fields import Fields, parse_json, shown
+from moonvit.lazy import lazy
 from moonvit.weights.header import Header, TensorEntry
 from moonvit.weights.names import canonical_names
 
@@ -30,6 +30,9 @@ TORCH_DTYPES = {
 """The types in which vision weights are taken."""
 
 INDEX_SUFFIX = ".safetensors.index.json"
+MAX_SHARDS = 256
+"""Files that hold vision tensors; each is one more header to read."""
+
 INDEX_LIMIT = 512 * 2**20
 """Bytes of an index; the released one names every tensor of a very large model."""
 
@@ -94,24 +97,28 @@ class Checkpoint:
         by_shard: dict[str, dict[str, str]] = {}
         for stored, name in self._vision_names().items():
             by_shard.setdefault(self.weight_map[stored], {})[stored] = name
+        if len(by_shard) > MAX_SHARDS:
+            raise WeightsError(
+                self.where, [f"vision tensors in {len(by_shard)} files, the limit is {MAX_SHARDS}"]
+            )
         for shard, names in sorted(by_shard.items()):
             self._open_shard(shard, names)
 
-    @cached_property
+    @lazy
     def config(self) -> Mapping[str, Any]:
         return self._json("config.json")
 
-    @cached_property
+    @lazy
     def preprocessor(self) -> Mapping[str, Any]:
         return self._json("preprocessor_config.json")
 
-    @cached_property
+    @lazy
     def weight_map(self) -> dict[str, str]:
         """{name as stored: file name} of all tensors, from the index or, without one, from the headers."""
         names = self.file_names()
         if self._index_name:
             return self._read_index(self._index_name)
-        files = sorted(name for name in names if name.endswith(".safetensors"))
+        files = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
         if not files:
             raise WeightsError(self.where, ["no *.safetensors.index.json and no *.safetensors file"])
         return self._names_in(files)
@@ -132,7 +139,7 @@ class Checkpoint:
         tensor = as_tensor(self.bytes_of(name), stored.entry.dtype, stored.entry.shape)
         return tensor.permute(0, 3, 1, 2).contiguous() if stored.shape != stored.entry.shape else tensor
 
-    @cached_property
+    @lazy
     def _index_name(self) -> str | None:
         indexes = [name for name in self.file_names() if name.endswith(INDEX_SUFFIX) and "/" not in name]
         if len(indexes) > 1:
@@ -176,6 +183,8 @@ class Checkpoint:
         try:
             check_name(shard)
             header = self.header(shard)
+        except FetchError:
+            raise
         except WeightsError as error:
             self.faults.extend(f"{shard}: {fault}" for fault in error.faults)
             self.lost.update(names.values())

@@ -7,11 +7,14 @@ that CRC, so that a crash of the whole system loses time and nothing else.
 
 import json
 import os
+import re
 import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from zlib import crc32
+
+from moonvit.weights.place import sync_directory
 
 Span = tuple[int, int]
 """Bytes [start, stop) of the file."""
@@ -48,14 +51,16 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._log.close()
-        self._file.close()
+        with self._lock:
+            self._log.close()
+            self._file.close()
 
     def write(self, start: int, data: bytes) -> None:
         """Put a piece into the file and note it; safe from several threads."""
-        if os.pwrite(self._file.fileno(), data, start) != len(data):
-            raise OSError(f"{self.partial}: short write")
         with self._lock:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._file.fileno(), data[done:], start + done)
             self._log.write(f"{start} {len(data)} {crc32(data)}\n")
             self._log.flush()
 
@@ -63,12 +68,13 @@ class Journal:
         """Make the file durable under its own name."""
         os.fsync(self._file.fileno())
         self.partial.replace(self.path)
+        sync_directory(self.path.parent)
         self._log_path.unlink(missing_ok=True)
 
     def _earlier_pieces(self) -> list[tuple[Span, int]]:
         """What an earlier run noted for the same file; a torn last line is passed over."""
         try:
-            title, *lines = self._log_path.read_text().split("\n")
+            title, *lines = self._log_path.read_text(errors="replace").split("\n")
         except OSError:
             return []
         if title != self._title or not self.partial.exists():
@@ -76,7 +82,7 @@ class Journal:
         pieces = []
         for line in lines[:-1]:
             words = line.split()
-            if len(words) == 3 and all(word.isdigit() for word in words):
+            if len(words) == 3 and all(re.fullmatch("[0-9]{1,18}", word) for word in words):
                 start, length, crc = map(int, words)
                 pieces.append(((start, start + length), crc))
         return pieces

@@ -65,8 +65,22 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -
     Tensors of that dtype already are mapped, not copied. `WeightsError` holds every fault.
     """
     check_loadable(model, checkpoint)
-    state: dict[str, Tensor] = {name: checkpoint.read(name).to(dtype) for name in expected_shapes(model)}
+    state = {name: converted(name, checkpoint.read(name), dtype) for name in expected_shapes(model)}
     model.load_state_dict(state, strict=True, assign=True)
+
+
+def converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another type; `WeightsError` where a finite value becomes infinite."""
+    result = tensor.to(dtype)
+    if (
+        dtype == torch.float16
+        and tensor.dtype != dtype
+        and torch.isinf(result).sum() > torch.isinf(tensor).sum()
+    ):
+        raise WeightsError(
+            name, [f"values up to {tensor.abs().max():.3g} do not fit into float16"], "use bfloat16"
+        )
+    return result
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

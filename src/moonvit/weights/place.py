@@ -1,5 +1,6 @@
 """Files and directories that appear under their name only when complete."""
 
+import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -12,6 +13,16 @@ from moonvit.errors import MoonvitError
 def beside(path: Path) -> Path:
     """A name next to `path` that nobody else uses."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in it durable, where the system can."""
+    if hasattr(os, "O_DIRECTORY"):
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 @contextmanager

@@ -15,10 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-from moonvit.errors import WeightsError
+from moonvit.errors import FetchError
 
 TRIES = 6
-"""Attempts without a single new byte before giving up."""
+"""Attempts in a row that bring less than `PROGRESS` before giving up."""
+
+PROGRESS = 64 * 1024
+"""Bytes that make an attempt count as one that went on."""
+
+SLOWEST = 1024
+"""Bytes a second below which a connection is given up after a minute."""
 
 TIMEOUT = 30.0
 """Seconds without an answer or a byte."""
@@ -38,6 +44,10 @@ class InterruptedAnswerError(Exception):
         self.pause = pause
 
 
+class StoppedError(Exception):
+    """Another connection failed, or the user interrupted."""
+
+
 @dataclass
 class RemoteFile:
     """A file at a URL.
@@ -49,6 +59,7 @@ class RemoteFile:
         headers: for the hub's host only, such as the authorization.
         etag: of the place that serves the bytes, learnt from its first answer.
         moved: bytes received, all told.
+        stopped: set it, and reading ends with `StoppedError` within the next piece or pause.
     """
 
     name: str
@@ -57,7 +68,7 @@ class RemoteFile:
     headers: Mapping[str, str]
     etag: str | None = None
     moved: int = 0
-    pauses: Callable[[float], None] = field(default=time.sleep, repr=False)
+    stopped: threading.Event = field(default_factory=threading.Event, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def read(self, start: int, stop: int) -> bytes:
@@ -69,13 +80,15 @@ class RemoteFile:
     def stream(self, start: int, stop: int, sink: Callable[[bytes], object]) -> None:
         """Hand bytes [start, stop) to `sink` in order, in pieces as they come.
 
-        `WeightsError` when the file is not what it was, the server does not speak ranges, or nothing more
+        `FetchError` when the file is not what it was, the server does not speak ranges, or nothing more
         comes after several tries.
         """
         if not 0 <= start <= stop <= self.size:
-            raise WeightsError(self.name, [f"bytes {start} to {stop} are not in a file of {self.size}"])
+            raise FetchError(self.name, [f"bytes {start} to {stop} are not in a file of {self.size}"])
         failures = 0
         while start < stop:
+            if self.stopped.is_set():
+                raise StoppedError
             before = start
             try:
                 for piece in self._answer(start, stop):
@@ -84,9 +97,9 @@ class RemoteFile:
                 if start < stop:
                     raise InterruptedAnswerError("the answer ended early")
             except InterruptedAnswerError as error:
-                failures = 1 if start > before else failures + 1
+                failures = 1 if start - before >= PROGRESS else failures + 1
                 if failures >= TRIES:
-                    raise WeightsError(
+                    raise FetchError(
                         self.name, [f"gave up at byte {start}: {error}"], "run it again to go on from there"
                     ) from error
                 self._pause(error, failures)
@@ -94,7 +107,7 @@ class RemoteFile:
     def _pause(self, error: InterruptedAnswerError, failures: int) -> None:
         pause = pause_before(failures, error.pause)
         log.info("%s: %s; once more in %.1f s", self.name, error, pause)
-        self.pauses(pause)
+        self.stopped.wait(pause)
 
     def _answer(self, start: int, stop: int) -> Any:
         """The pieces of one response, checked; `InterruptedAnswerError` where another try may help."""
@@ -103,7 +116,13 @@ class RemoteFile:
             with self._request(session, library, start, stop) as response:
                 self._check(response, start, stop)
                 wanted = stop - start
+                began = time.monotonic()
                 for piece in response.iter_raw():
+                    if self.stopped.is_set():
+                        raise StoppedError
+                    seconds = time.monotonic() - began
+                    if seconds > 60 and stop - start - wanted < SLOWEST * seconds:
+                        raise InterruptedAnswerError("less than a kilobyte a second")
                     piece = piece[:wanted]
                     wanted -= len(piece)
                     with self._lock:
@@ -125,7 +144,7 @@ class RemoteFile:
             try:
                 request = session.build_request("GET", url, headers=headers, timeout=TIMEOUT)
             except library.InvalidURL as error:
-                raise WeightsError(self.name, ["redirected to a malformed address"]) from error
+                raise FetchError(self.name, ["redirected to a malformed address"]) from error
             if urlsplit(url)[:2] != ours:
                 request.headers.pop("authorization", None)
             response = session.send(request, stream=True, follow_redirects=False)
@@ -137,7 +156,7 @@ class RemoteFile:
                 return _Closing(response)
             response.close()
             url = self._redirected(url, target)
-        raise WeightsError(self.name, [f"more than {_REDIRECTS} redirects"])
+        raise FetchError(self.name, [f"more than {_REDIRECTS} redirects"])
 
     def _redirected(self, url: str, target: str) -> str:
         """The address that a redirect leads to; from HTTPS to nothing less."""
@@ -145,9 +164,9 @@ class RemoteFile:
             url = urljoin(url, target)
             scheme = urlsplit(url).scheme
         except ValueError as error:
-            raise WeightsError(self.name, ["redirected to a malformed address"]) from error
+            raise FetchError(self.name, ["redirected to a malformed address"]) from error
         if scheme not in ("http", "https") or (scheme == "http" and self.url.startswith("https:")):
-            raise WeightsError(self.name, [f"refused a redirect to {url.split('?')[0]}"])
+            raise FetchError(self.name, [f"refused a redirect to {url.split('?')[0]}"])
         return url
 
     def _check(self, response: Any, start: int, stop: int) -> None:
@@ -155,35 +174,38 @@ class RemoteFile:
         if status in RETRIED:
             raise InterruptedAnswerError(f"status {status}", retry_after(response.headers.get("Retry-After")))
         if status == 200:
-            raise WeightsError(
+            raise FetchError(
                 self.name,
                 [f"the server ignores byte ranges and would send all {self.size} bytes"],
                 "download the checkpoint by other means and give its directory",
             )
         if status != 206:
-            raise WeightsError(self.name, [f"status {status} for bytes {start} to {stop}"])
+            raise FetchError(self.name, [f"status {status} for bytes {start} to {stop}"])
         found = response.headers.get("Content-Range", "")
         if (match := re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", found.strip())) is None:
-            raise WeightsError(self.name, [f"malformed Content-Range {found[:60]!r}"])
+            raise FetchError(self.name, [f"malformed Content-Range {found[:60]!r}"])
         first, last, total = match.groups()
         if total not in ("*", str(self.size)):
-            raise WeightsError(self.name, [f"changed while being read: {self.size} bytes, now {total}"])
+            raise FetchError(self.name, [f"changed while being read: {self.size} bytes, now {total}"])
         if (int(first), int(last)) != (start, stop - 1):
-            raise WeightsError(
+            raise FetchError(
                 self.name, [f"asked for bytes {start} to {stop - 1}, the answer is {first} to {last}"]
             )
+        if response.headers.get("Content-Type", "").startswith("multipart/"):
+            raise FetchError(self.name, ["the server answers one byte range in several parts"])
         if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise WeightsError(self.name, ["the server compresses byte ranges"])
+            raise FetchError(self.name, ["the server compresses byte ranges"])
         self._check_etag(response.headers.get("ETag"))
 
     def _check_etag(self, etag: str | None) -> None:
         if etag is None:
             return
+        etag = etag.removeprefix("W/")
         with self._lock:
             self.etag = first = self.etag or etag
         if etag != first:
             fault = f"changed while being read: ETag {first[:80]}, now {etag[:80]}"
-            raise WeightsError(self.name, [fault], "run it again")
+            raise FetchError(self.name, [fault], "run it again")
 
 
 class _Closing:
@@ -207,7 +229,8 @@ def http_client() -> tuple[Any, Any]:
     from huggingface_hub import get_session
 
     session = get_session()
-    return session, importlib.import_module(type(session).__module__.partition(".")[0])
+    modules = [kind.__module__.partition(".")[0] for kind in type(session).__mro__]
+    return session, importlib.import_module(next(m for m in modules if m.startswith("httpx")))
 
 
 def pause_before(attempt: int, told: float | None) -> float:
@@ -217,4 +240,4 @@ def pause_before(attempt: int, told: float | None) -> float:
 
 
 def retry_after(value: str | None) -> float | None:
-    return float(value) if value is not None and value.isdigit() else None
+    return float(value) if value is not None and re.fullmatch(r"[0-9]{1,6}", value) else None

@@ -1,6 +1,7 @@
 """Rows of the text model's embedding table, for handing whole prompts to an engine."""
 
 from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ TABLE_NAMES = (
 )
 
 
-def embedding_rows(checkpoint: Checkpoint, ids: Sequence[int]) -> Tensor:
+def embedding_rows(checkpoint: Checkpoint, ids: Sequence[int] | Tensor) -> Tensor:
     """[len(ids), text_hidden_size] in the stored type; only the rows asked for are read.
 
     On a hub, neighbouring rows are one request. `WeightsError` if there is no such table, or an id is
@@ -37,6 +38,7 @@ def embedding_rows(checkpoint: Checkpoint, ids: Sequence[int]) -> Tensor:
             checkpoint.where, [f"{name}: {entry.dtype} of shape {list(entry.shape)} is no table"]
         )
     rows, width = entry.shape
+    ids = [index(token) for token in ids]
     for token in ids:
         if not 0 <= token < rows:
             raise WeightsError(checkpoint.where, [f"token id {token} is outside the table of {rows} rows"])

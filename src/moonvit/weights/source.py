@@ -3,12 +3,14 @@
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
-from moonvit.errors import WeightsError
+from moonvit.errors import MoonvitError, OfflineError, WeightsError
 from moonvit.weights.checkpoint import LocalCheckpoint
-from moonvit.weights.hub import HubCheckpoint, HubRepo, OfflineError
+from moonvit.weights.hub import HubCheckpoint, HubRepo, is_commit
 from moonvit.weights.index import Checkpoint
 from moonvit.weights.place import beside
 
@@ -41,19 +43,18 @@ def find_checkpoint(
     The cache keeps one directory a commit and remembers which commit a revision last stood for, so that
     it is found again offline. `WeightsError` where there is none.
     """
-    path = Path(path_or_repo).expanduser()
-    if path.is_dir():
+    path = local_path(path_or_repo)
+    if path is not None:
         return path
     name = str(path_or_repo)
-    if not _is_repo_name(name):
-        raise WeightsError(name, ["no such directory"], "give a directory, or a repository as org/name")
-    place = cache_root(cache_dir) / ("models--" + name.replace("/", "--"))
+    root = cache_root(cache_dir)
+    place = root / ("models--" + name.replace("/", "--"))
     cached = _cached(place, revision)
-    if local_files_only:
-        if cached is None:
-            raise OfflineError(name, ["not in the cache"], "allow the network, or run moonvit fetch first")
+    if local_files_only and cached is None:
+        raise OfflineError(name, ["not in the cache"], "allow the network, or run moonvit fetch first")
+    if cached is not None and (local_files_only or is_commit(revision or "")):
         return cached
-    repo = HubRepo(name, revision, token)
+    repo = HubRepo(name, revision, token, root / "hub" if cache_dir else None)
     try:
         commit = repo.commit
     except OfflineError as error:
@@ -62,7 +63,7 @@ def find_checkpoint(
         log.warning("%s; using the cached %s", error, cached)
         return cached
     target = place / commit
-    if not target.is_dir():
+    if not is_complete(target):
         fetch_to(repo, target, report)
     _remember(place, revision or "main", commit)
     return target
@@ -76,8 +77,11 @@ def fetch_to(repo: HubRepo, target: Path, report: Reporter | None = None) -> Non
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_name(f".{target.name}.lock")):
-        if target.is_dir():
+        if is_complete(target):
             return
+        if target.is_dir():
+            log.warning("%s: damaged, fetched again", target)
+            shutil.rmtree(target)
         checkpoint = HubCheckpoint(repo)
         free_space(target, checkpoint.nbytes)
         fetch(checkpoint, target, report(checkpoint) if report else None)
@@ -87,10 +91,38 @@ def open_checkpoint(
     path_or_repo: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None
 ) -> Checkpoint:
     """The checkpoint where it lies, nothing fetched: headers and tensors are read as they are asked for."""
-    path = Path(path_or_repo).expanduser()
-    if path.is_dir() or not _is_repo_name(str(path_or_repo)):
+    path = local_path(path_or_repo)
+    if path is not None:
         return LocalCheckpoint(path)
     return HubCheckpoint(HubRepo(str(path_or_repo), revision, token))
+
+
+def local_path(path_or_repo: str | os.PathLike[str]) -> Path | None:
+    """The directory, or None for what can only be a repository; `WeightsError` for what is neither."""
+    name = os.fspath(path_or_repo)
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:  # ~nobody
+        path = Path(name)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise WeightsError(name, ["is a file"], "give the directory it lies in")
+    if not _is_repo_name(name):
+        raise WeightsError(name, ["no such directory"], "give a directory, or a repository as org/name")
+    return None
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether a fetched directory holds all that it should, by its headers and sizes."""
+    try:
+        checkpoint = LocalCheckpoint(directory)
+        return (
+            bool(checkpoint.tensors and checkpoint.config and checkpoint.preprocessor)
+            and not checkpoint.faults
+        )
+    except MoonvitError:
+        return False
 
 
 def _is_repo_name(name: str) -> bool:
@@ -101,19 +133,24 @@ def _is_repo_name(name: str) -> bool:
 def _cached(place: Path, revision: str | None) -> Path | None:
     name = revision or "main"
     ref = place / "refs" / _ref_name(name)
-    commit = ref.read_text().strip() if ref.is_file() else name
-    found = place / _ref_name(commit)
-    return found if found.is_dir() and (found / "config.json").is_file() else None
+    commit = ref.read_text(errors="replace").strip() if ref.is_file() else name
+    found = place / commit
+    return found if is_commit(commit) and is_complete(found) else None
 
 
 def _remember(place: Path, revision: str, commit: str) -> None:
     ref = place / "refs" / _ref_name(revision)
-    ref.parent.mkdir(parents=True, exist_ok=True)
-    fresh = beside(ref)
-    fresh.write_text(commit + "\n")
-    fresh.replace(ref)
+    try:
+        if ref.is_file() and ref.read_text().strip() == commit:
+            return
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        fresh = beside(ref)
+        fresh.write_text(commit + "\n")
+        fresh.replace(ref)
+    except OSError as error:  # a cache that is only read serves all the same
+        log.info("%s: not remembered: %s", ref, error)
 
 
 def _ref_name(revision: str) -> str:
-    """A branch or tag as one file name."""
-    return revision.replace("/", "--").replace("..", "")
+    """A branch or tag as one file name, no two alike."""
+    return quote(revision, safe="").replace(".", "%2E")
