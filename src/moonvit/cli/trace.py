@@ -32,9 +32,7 @@ from moonvit.trace.stages import Selection, parse_layers, stage_shape
 )
 @options.norm_eps
 @options.device
-@click.option(
-    "--stages", default="*", metavar="GLOBS", help="Keep these only, such as 'block.*.q,projected'."
-)
+@click.option("--stages", default="*", metavar="GLOBS", help="Keep these, such as 'block.*.q,projected'.")
 @click.option("--layers", metavar="LIST", help="Keep these blocks only, such as 0,5-7,26.")
 @click.option(
     "--order",
@@ -63,9 +61,8 @@ def command(
     Several IMG are one batch, or with --clip the frames of one clip. Statistics of every stage are printed
     and stand in the file's metadata; docs/porting.md lists the stages.
     """
-    selection = Selection(
-        [glob.strip() for glob in stages.split(",")], parse_layers(layers) if layers else None
-    )
+    globs = [glob.strip() for glob in stages.split(",")]
+    selection = Selection(globs, parse_layers(layers) if layers else None)
     encoder = Encoder.from_pretrained(model, dtype=dtype, device=device, norm_eps=norm_eps)
     given = given_pictures(encoder, images, **picture)
     if given is None:

@@ -19,6 +19,10 @@ FLAT = {"float64": 1e-12, "float32": 5e-6}
 TABLE_SIDE = 2e-8
 """Added for each patch along the longer side: float32 angles grow with the position they belong to."""
 
+TABLE_ROOM = 4.0
+"""Tables may be this much farther off: they are float32 in every run, and a share between two cells of a
+64-wide table has an error of up to 64 roundings."""
+
 TOKEN = 4.0
 """A single token may be this many times farther off than the stage as a whole."""
 
@@ -33,7 +37,8 @@ def budget(stage: str, dtype: str, layers: int, side: int = 0) -> float:
         side: patches along the longer side of the grid.
     """
     if stage in TABLES:
-        dtype = "float32" if dtype in ("float16", "bfloat16") else dtype
+        low = dtype in ("float16", "bfloat16")
+        return TABLE_ROOM * _allowed("float32" if low else dtype, None, side)
     if stage in BEFORE:
         return _allowed(dtype, None, side)
     number = block_number(stage)

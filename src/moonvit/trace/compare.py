@@ -16,13 +16,17 @@ from moonvit.trace.stages import block_number, has_patch_rows, stage_names
 
 F64 = NDArray[np.float64]
 
+WORST = 10
+"""Rows that are listed for a stage."""
+
 _COARSENESS = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Place:
     """A row of a stage: picture number and (t, row, column), in patches or, for merged rows, in cells;
-    `channel` counts the row's features flattened, and `error` is relative to the row's own norm."""
+    `channel` counts the row's features flattened, and `error` is relative to the row's own norm.
+    """
 
     row: int
     picture: int
@@ -45,7 +49,6 @@ class StageResult:
         good: within the budgets of relative L2, of every token, and of their cosine.
         first_bad: the first row over a token's budget, or None.
         worst: the rows farthest off, the worst first.
-        cells: for each row its error; [rows].
     """
 
     name: str
@@ -163,7 +166,7 @@ class _Judge:
                 aligned = align(name, self.mine.read(name), want, self.grids, self.size)
                 if aligned is not None and aligned.order == "block":
                     return "block"
-                if aligned is not None and not np.ptp(want, axis=0).max() == 0:
+                if aligned is not None and np.ptp(want, axis=0).max() != 0:
                     return "raster"
         return "raster"
 
@@ -185,13 +188,12 @@ class _Judge:
             return StageResult(name, note, None, allowed, False, None, ())
         d = distance(aligned.values, want)
         bad = np.flatnonzero(d.token_errors > TOKEN * allowed)
-        places = [*bad[:1], *np.argsort(-d.token_errors, kind="stable")[:10]]
-        first, *worst = [self._place(name, int(row), d, aligned.values, want) for row in places] or [None]
+        order = np.argsort(-d.token_errors, kind="stable")
+        worst = [self._place(name, int(row), d, aligned.values, want) for row in order[:WORST]]
+        first = self._place(name, int(bad[0]), d, aligned.values, want) if len(bad) else None
         cosine_good = 1 - d.min_cosine <= cosine_budget(allowed)
         good = d.finite and d.relative_l2 <= allowed and not len(bad) and cosine_good
-        if not len(bad):
-            worst, first = [first, *worst], None
-        return StageResult(name, aligned.axes, d, allowed, good, first, [p for p in worst if p is not None])
+        return StageResult(name, aligned.axes, d, allowed, good, first, worst)
 
     def _place(self, name: str, row: int, d: Distance, got: F64, want: F64) -> Place:
         a, b = got.reshape(len(got), -1)[row], want.reshape(len(want), -1)[row]

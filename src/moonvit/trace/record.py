@@ -25,7 +25,10 @@ FORMAT = "moonvit-trace-1"
 def record(
     encoder: Encoder, *, stages: Sequence[str] = ("*",), layers: Iterable[int] | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Collect the stages of one pass, as in `with record(enc) as t: enc.encode(picture)`.
+    """Collect the stages of one pass of an encoder into a dict.
+
+    ``with record(enc) as stages: enc.encode(picture)`` fills `stages`; outside the block nothing is
+    recorded and nothing is spent.
 
     Args:
         encoder: whose `embed` or `encode` runs inside the block, with one batch.
