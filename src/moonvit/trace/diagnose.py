@@ -21,11 +21,12 @@ from torch import Tensor
 
 from moonvit.trace.budgets import budget, segment_budget
 from moonvit.trace.dump import Dump, DumpError
+from moonvit.trace.findings import Diagnosis, Finding, Match, Unexplained, match
 from moonvit.trace.layout import align
 from moonvit.trace.metrics import relative_l2
 from moonvit.trace.mistakes import Mistake, known_mistakes
 from moonvit.trace.stages import BEFORE, block_number
-from moonvit.trace.variants import DoesNotApplyError, Machine, Variant
+from moonvit.trace.variants import AFTER_BLOCKS, BEFORE_BLOCKS, DoesNotApplyError, Machine, Variant
 
 F64 = NDArray[np.float64]
 
@@ -40,61 +41,6 @@ SUBTLE = (
 
 SUBTLE_BLOCKS = 4
 """Blocks that are searched for them."""
-
-MATCH = 0.15
-"""How far the strength of a hidden mistake may be from 1."""
-
-CERTAIN = 12.0
-"""Standard errors by which a hidden mistake must stand out."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One explained divergence.
-
-    Attributes:
-        stage: where it first shows.
-        mistakes: one, or a pair that only together explain it.
-        residual: relative L2 left at that stage; `before` without the mistakes, `allowed` for the type.
-        next_best: title and residual of the best hypothesis that is told apart from it, if there is one.
-        also: titles of hypotheses that fit as well.
-        hidden: the effect is within the budget of the type; found by its direction.
-    """
-
-    stage: str
-    mistakes: tuple[Mistake, ...]
-    residual: float
-    before: float
-    allowed: float
-    next_best: tuple[str, float] | None
-    also: tuple[str, ...] = ()
-    hidden: bool = False
-
-
-@dataclass(frozen=True)
-class Unexplained:
-    """A divergence that no known mistake or pair explains; `best` is the closest and what it leaves."""
-
-    stage: str
-    before: float
-    allowed: float
-    best: tuple[str, float] | None
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """All findings in the tower's order. `good` means that no divergence was found at all."""
-
-    dtype: str
-    order: str
-    stages: Sequence[str]
-    findings: Sequence[Finding]
-    unexplained: Sequence[Unexplained]
-    skipped: Sequence[str] = ()
-
-    @property
-    def good(self) -> bool:
-        return not self.findings and not self.unexplained
 
 
 @dataclass(frozen=True)
@@ -217,6 +163,14 @@ class _Search:
                 return name, residual, allowed
         return None
 
+    def _touches(self, mistakes: Iterable[Mistake], segment: Segment) -> bool:
+        """Whether the mistakes can change anything in the segment; saves the work where they cannot."""
+        changed = {name for mistake in mistakes for name in mistake.changes}
+        in_blocks = block_number(list(segment.wanted)[-1]) is not None
+        if in_blocks and changed <= AFTER_BLOCKS:
+            return False
+        return segment.start in (None, "pixels") or not changed <= BEFORE_BLOCKS
+
     def _predicted(self, segment: Segment, variant: Variant) -> Iterator[tuple[str, F64]]:
         left = len(segment.wanted)
         for name, value in self.machine.stages(variant, segment.start, segment.value):
@@ -295,6 +249,8 @@ class _Search:
         """What each set leaves, the least first; sets that change nothing are left out."""
         guesses = []
         for mistakes in sets:
+            if not all(self._touches([mistake], segment) for mistake in mistakes):
+                continue
             residual = self._residual(segment, mistakes, stage)
             if residual is not None and residual != before:
                 guesses.append(Guess(mistakes, residual))
@@ -347,44 +303,30 @@ class _Search:
         for _ in range(2):
             taken = {name for mistake in self.blamed for name in mistake.changes}
             subtle = [m for m in self.known if m.key.startswith(SUBTLE) and not taken & m.changes.keys()]
-            matches = [match for m in subtle if (match := self._match(m, few)) is not None]
-            if not matches:
+            right = [dict(self._predicted(segment, self.base)) for segment in few]
+            found = [(m, fit) for m in subtle if (fit := self._match(m, few, right)) is not None]
+            if not found:
                 return
-            residual, before, stage, mistake = min(matches, key=lambda match: match[0])
-            rest = sorted((r, m.title) for r, _, _, m in matches if m is not mistake)
-            also = tuple(title for r, title in rest if r <= 1.02 * residual)
-            finding = Finding(stage, (mistake,), residual, before, before, None, also, hidden=True)
-            self.findings.append(finding)
+            mistake, best = max(found, key=lambda pair: pair[1].explained)
+            rest = [
+                m.title for m, fit in found if m is not mistake and fit.explained >= 0.98 * best.explained
+            ]
+            first = next(name for s in few if self._touches([mistake], s) for name in s.wanted)
+            self.findings.append(
+                Finding(
+                    first, (mistake,), best.after, best.before, best.before, None, tuple(rest), hidden=True
+                )
+            )
             self._add([mistake])
 
     def _match(
-        self, mistake: Mistake, segments: Sequence[Segment]
-    ) -> tuple[float, float, str, Mistake] | None:
-        """(residual, before, stage, mistake) if what is left points along the mistake, at its strength."""
-        dd = de = ee = 0.0
-        count, first = 0, ""
-        for segment in segments:
-            right = dict(self._predicted(segment, self.base))
+        self, mistake: Mistake, segments: Sequence[Segment], rights: Sequence[Mapping[str, F64]]
+    ) -> Match | None:
+        pairs: list[tuple[F64, F64]] = []
+        for segment, right in zip(segments, rights, strict=True):
+            if not self._touches([mistake], segment):
+                continue
             for name, wrong in self._predicted(segment, self.base.changed(mistake.changes)):
                 scale = float(np.linalg.norm(right[name]))
-                gap = (segment.wanted[name] - right[name]) / scale
-                effect = (wrong - right[name]) / scale
-                strength = float(np.vdot(effect, effect))
-                if strength == 0:
-                    continue
-                first = first or name
-                dd += float(np.vdot(gap, gap))
-                de += float(np.vdot(gap, effect))
-                ee += strength
-                count += gap.size
-        if ee == 0 or dd == 0:
-            return None
-        alpha = de / ee
-        left = max(dd - de * de / ee, 0.0)
-        # Rounding errors of neighbouring values hang together: a quarter of them is taken as independent.
-        error = math.sqrt(left / ee / max(count / 4, 1.0))
-        if abs(alpha - 1) > MATCH or alpha < CERTAIN * error or de * de < 0.2 * dd * ee:
-            return None
-        parts = max(len(segments), 1)
-        after = max(dd - 2 * de + ee, 0.0)
-        return math.sqrt(after / parts), math.sqrt(dd / parts), first, mistake
+                pairs.append(((segment.wanted[name] - right[name]) / scale, (wrong - right[name]) / scale))
+        return match(pairs)

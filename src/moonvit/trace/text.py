@@ -5,7 +5,7 @@ from typing import Any
 
 from moonvit.trace.budgets import segment_budget
 from moonvit.trace.compare import Comparison, Place, StageResult
-from moonvit.trace.diagnose import Diagnosis, Finding
+from moonvit.trace.findings import Diagnosis, Finding
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:

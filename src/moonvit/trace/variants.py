@@ -59,6 +59,12 @@ class Variant:
         return replace(self, **changes)
 
 
+BEFORE_BLOCKS = frozenset(
+    {"pixels", "patch_layout", "table", "table_transposed", "time_rows", "position_dtype"}
+)
+AFTER_BLOCKS = frozenset({"final_norm", "merge", "frames", "projector_gelu", "post_norm", "projector_eps"})
+
+
 class DoesNotApplyError(ValueError):
     """The variant means nothing for this picture, such as a table's corner for a larger grid."""
 
