@@ -44,7 +44,10 @@ MUTANTS: dict[str, Sequence[Edit]] = {
     "table-bicubic": (_table("MUTANT_TORCH(table_yxD, h, w, mode='bicubic')"),),
     "table-antialiased": (_table("MUTANT_TORCH(table_yxD, h, w, mode='bilinear', antialias=True)"),),
     "table-align_corners": (
-        ("(np.arange(wanted) + 0.5) * (size / wanted) - 0.5", "np.arange(wanted) * (size - 1) / (wanted - 1)"),
+        (
+            "(np.arange(wanted) + 0.5) * (size / wanted) - 0.5",
+            "np.arange(wanted) * (size - 1) / (wanted - 1)",
+        ),
     ),
     "table-transposed": (_table("resample(table_yxD.swapaxes(0, 1), h, w)"),),
     "table-corner": (_table("table_yxD[:h, :w]"),),
@@ -53,10 +56,13 @@ MUTANTS: dict[str, Sequence[Edit]] = {
     "eps-2^-7": (("+ eps)", "+ (2.0**-7 if eps < 1e-6 else eps))"),),
     "eps-1e-5": (("+ eps)", "+ (1e-5 if eps < 1e-6 else eps))"),),
     "eps-1e-6": (("+ eps)", "+ (1e-6 if eps < 1e-6 else eps))"),),
-    "gelu-erf": ((f"hidden_NF = emit(f\"{{name}}.mlp_hidden\", gelu_tanh(", "hidden_NF = emit(f\"{name}.mlp_hidden\", gelu_erf("),),
-    "projector-gelu-tanh": (("emit(\"proj_hidden\", gelu_erf(", "emit(\"proj_hidden\", gelu_tanh("),),
+    "gelu-erf": (('.mlp_hidden", gelu_tanh(', '.mlp_hidden", gelu_erf('),),
+    "projector-gelu-tanh": (('emit("proj_hidden", gelu_erf(', 'emit("proj_hidden", gelu_tanh('),),
     "merge-raster": (
-        ("    x_hwD = x_ND.reshape(*grid_thw, -1).mean(axis=0)\n", "    x_hwD = x_ND.reshape(*grid_thw, -1).mean(axis=0)\n    return x_hwD.reshape(h * w // 4, -1)\n"),
+        (
+            "    corners = [x_hwD[row::mh",
+            "    return x_hwD.reshape(h * w // 4, -1)\n    corners = [x_hwD[row::mh",
+        ),
     ),
     "merge-column-major": (
         ("for row in range(mh) for column in range(mw)]", "for column in range(mw) for row in range(mh)]"),
@@ -72,7 +78,7 @@ MUTANTS: dict[str, Sequence[Edit]] = {
     ),
     "post-norm-before": (
         ("gelu_erf(x_MC @ load", "gelu_erf(rms_norm(x_MC, 1.0, config.projector_eps) @ load"),
-        ("emit(\"projected\", rms_norm(out_ME, post_E, config.projector_eps))", "emit(\"projected\", out_ME)"),
+        ('emit("projected", rms_norm(out_ME, post_E, config.projector_eps))', 'emit("projected", out_ME)'),
     ),
     "rope-bfloat16": (
         ("emit(\"rope_cos\", np.cos(angle_NP)), emit(\"rope_sin\", np.sin(angle_NP))",

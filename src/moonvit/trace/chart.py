@@ -6,8 +6,8 @@ from html import escape
 from moonvit.trace.compare import Comparison, StageResult
 from moonvit.trace.stages import block_number
 
-WIDTH, HEIGHT = 1000, 300
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 22, 92
+WIDTH, HEIGHT = 1000, 330
+LEFT, RIGHT, TOP, BOTTOM = 52, 74, 22, 118
 
 
 def stage_chart(comparison: Comparison) -> str:

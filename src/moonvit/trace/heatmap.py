@@ -35,7 +35,7 @@ def heat_maps(comparison: Comparison) -> str:
     if not figures:
         return ""
     key = (
-        "Stronger is worse, on a logarithmic scale from a hundredth of the stage's budget to a hundred times; "
+        "Stronger is worse, on a logarithmic scale from a hundredth of the stage's budget to 100 times; "
         "outlined squares are over a token's budget. Merged stages have one square a cell."
     )
     return f'<div class="maps">{"".join(figures)}</div><p class="soft">{key}</p>'
@@ -44,11 +44,17 @@ def heat_maps(comparison: Comparison) -> str:
 def _chosen(comparison: Comparison) -> list[StageResult]:
     measured = [s for s in comparison.stages if s.distance is not None and s.name not in TABLES]
     rows = sum(t * h * w for t, h, w in comparison.grids)
-    measured = [s for s in measured if not has_patch_rows(s.name) or len(s.distance.token_errors) == rows]  # type: ignore[union-attr]
+    measured = [s for s in measured if _mapped(s, rows)]
     chosen = [s for s in measured if not s.good][:1]
     for name in ("projected", "final_norm", "block.00", "embed"):
         chosen += [s for s in measured if s.name == name and s not in chosen]
     return chosen[:4]
+
+
+def _mapped(stage: StageResult, rows: int) -> bool:
+    return stage.distance is not None and (
+        not has_patch_rows(stage.name) or len(stage.distance.token_errors) == rows
+    )
 
 
 def _words(stage: StageResult, picture: int, frame: int, pictures: int, frames: int) -> str:
