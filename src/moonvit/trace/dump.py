@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from moonvit.errors import MoonvitError
 from moonvit.fields import read_json
 from moonvit.ops.grid import Grid, as_grids
-from moonvit.weights.checkpoint import TORCH_DTYPES, read_header
+from moonvit.weights.checkpoint import read_header
+from moonvit.weights.index import TORCH_DTYPES
 
 F64 = NDArray[np.float64]
 
@@ -144,7 +145,7 @@ def parse_renames(arguments: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def _representable(array: NDArray[Any], dtype: torch.dtype) -> bool:
-    values = torch.from_numpy(np.ascontiguousarray(array))
+    values = torch.from_numpy(np.array(array))
     same = bool((values.to(dtype).to(values.dtype) == values).all())
     return same and len(np.unique(array.ravel()[:4096])) > 16
 
