@@ -6,6 +6,7 @@ from html import escape
 import numpy as np
 from numpy.typing import NDArray
 
+from moonvit.trace.budgets import TOKEN
 from moonvit.trace.compare import Comparison, StageResult
 from moonvit.trace.stages import TABLES, has_patch_rows
 
@@ -13,8 +14,6 @@ CELLS = 64
 """Squares along a side at most; of a larger grid, each square is the worst of its patches."""
 
 MAPS = 8
-FLOOR = 1e-2
-"""Errors at this share of the budget and below are drawn as none."""
 
 
 def heat_maps(comparison: Comparison) -> str:
@@ -35,8 +34,8 @@ def heat_maps(comparison: Comparison) -> str:
     if not figures:
         return ""
     key = (
-        "Stronger is worse, on a logarithmic scale from a hundredth of the stage's budget to 100 times; "
-        "outlined squares are over a token's budget. Merged stages have one square a cell."
+        "Full colour is the worst error of the map, or what a single token may have where that is more; "
+        "outlined squares are over it. Merged stages have one square a cell."
     )
     return f'<div class="maps">{"".join(figures)}</div><p class="soft">{key}</p>'
 
@@ -68,7 +67,9 @@ def _figure(errors: NDArray[np.float64], stage: StageResult, words: str) -> str:
     pooled = _worst_of(errors, step)
     h, w = pooled.shape
     side = min(22, max(4, 260 // max(h, w)))
-    limit = 4 * stage.allowed
+    limit = TOKEN * stage.allowed
+    worst = float(pooled.max())
+    scale = max(worst, limit)
     parts = [f'<svg viewBox="0 0 {w * side + 1} {h * side + 1}" width="{w * side + 1}" role="img">']
     parts.append(f'<rect width="{w * side}" height="{h * side}" fill="none" stroke="var(--line)"/>')
     for (row, column), error in np.ndenumerate(pooled):
@@ -76,18 +77,12 @@ def _figure(errors: NDArray[np.float64], stage: StageResult, words: str) -> str:
         outline = ' stroke="var(--ink)" stroke-opacity=".45"' if error > limit else ""
         tip = f"row {row * step}, column {column * step}: {error:.2e}"
         parts.append(
-            f'<rect {place} fill="var(--heat)" fill-opacity="{_shade(float(error), stage.allowed):.2f}"'
+            f'<rect {place} fill="var(--heat)" fill-opacity="{min(1.0, error / scale) if error < math.inf else 1.0:.2f}"'
             f"{outline}><title>{tip}</title></rect>"
         )
-    return f"<figure><figcaption>{escape(words)}</figcaption>{''.join(parts)}</svg></figure>"
-
-
-def _shade(error: float, allowed: float) -> float:
-    """0 at `FLOOR` of the budget, 1 at as much above it."""
-    if not math.isfinite(error):
-        return 1.0
-    decades = math.log10(max(error / allowed, FLOOR) / FLOOR) / -math.log10(FLOOR) / 2
-    return min(1.0, max(0.0, decades))
+    return (
+        f"<figure><figcaption>{escape(words)}: worst {worst:.1e}</figcaption>{''.join(parts)}</svg></figure>"
+    )
 
 
 def _worst_of(errors: NDArray[np.float64], step: int) -> NDArray[np.float64]:
