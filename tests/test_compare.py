@@ -1,8 +1,10 @@
 """Comparing runs: measures, foreign dumps, layouts, verdicts, and the report in a real browser."""
 
 import json
+import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ from moonvit.trace.compare import as_document, compare
 from moonvit.trace.dump import Dump, DumpError, parse_renames, renamed
 from moonvit.trace.html import comparison_page
 from moonvit.trace.metrics import distance
+from moonvit.trace.stages import AFTER, BEFORE, IN_BLOCK
 
+ROOT = Path(__file__).parent.parent
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -91,6 +95,22 @@ def test_foreign_dumps_read_back(kind, stages, reference, tmp_path):
     assert comparison.good
     assert [stage.name for stage in comparison.stages] == ["embed", "block.00", "block.01.q", "projected"]
     assert "pixels" in comparison.only_reference
+
+
+def test_a_raw_dump_says_its_grids_in_its_shapes(stages, tmp_path):
+    write_raw(tmp_path / "mine", {"embed": stages["embed"]})
+    for grids in ([1, 4, 6], [[1, 2, 6], [1, 2, 6]]):
+        shapes = {"embed": [24, 64], "grid_thws": grids}
+        (tmp_path / "mine/shapes.json").write_text(json.dumps(shapes))
+        dump = Dump(tmp_path / "mine")
+        assert dump.grids() == [tuple(grid) for grid in np.atleast_2d(grids).tolist()]
+        assert dump.names == ["embed"]
+
+
+def test_the_porting_page_lists_every_stage():
+    page = (ROOT / "docs/porting.md").read_text()
+    for name in (*BEFORE, *IN_BLOCK, *AFTER):
+        assert re.search(rf"`(block\.NN\.)?{name}`", page), name
 
 
 def test_names_are_mapped():

@@ -76,8 +76,9 @@ def _figure(errors: NDArray[np.float64], stage: StageResult, words: str) -> str:
         place = f'x="{column * side}" y="{row * side}" width="{side}" height="{side}"'
         outline = ' stroke="var(--ink)" stroke-opacity=".45"' if error > limit else ""
         tip = f"row {row * step}, column {column * step}: {error:.2e}"
+        shade = error / scale if error < math.inf else 1.0
         parts.append(
-            f'<rect {place} fill="var(--heat)" fill-opacity="{min(1.0, error / scale) if error < math.inf else 1.0:.2f}"'
+            f'<rect {place} fill="var(--heat)" fill-opacity="{shade:.2f}"'
             f"{outline}><title>{tip}</title></rect>"
         )
     return (
