@@ -16,7 +16,7 @@ from moonvit.errors import MoonvitError, NumericsError
 from moonvit.pixels.decode import Exif, Layout, Limits
 from moonvit.pixels.kimi import KimiProcessor, PixelBatch, Prepared
 from moonvit.progress import progress_bar
-from moonvit.towers.kimi_k3 import KimiK3Vision
+from moonvit.towers.kimi_k3 import KimiK3Vision, Tap, no_tap
 from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.load import fingerprint, load_weights, tower_only
 from moonvit.weights.source import Reporter, find_checkpoint
@@ -40,6 +40,7 @@ class Encoder:
         processor: pictures to `PixelBatch`.
         config: geometry, with the RMS epsilon in use (`config.norm_eps`).
         checkpoint: where the weights came from, or None.
+        tap: receives every stage of `embed` by name; see `moonvit.trace.record`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Encoder:
         self.model = model
         self.processor = processor
         self.checkpoint = checkpoint
+        self.tap: Tap = no_tap
 
     @classmethod
     def from_pretrained(
@@ -176,7 +178,9 @@ class Encoder:
     def embed(self, batch: PixelBatch) -> list[Tensor]:
         """Embeddings of a prepared batch, without gradients; `NumericsError` if any is not finite."""
         with torch.no_grad():
-            embeddings: list[Tensor] = self.model(batch.pixel_values.to(self.device), batch.grid_thws)
+            embeddings: list[Tensor] = self.model(
+                batch.pixel_values.to(self.device), batch.grid_thws, tap=self.tap
+            )
         for number, embedding in enumerate(embeddings):
             if not bool(torch.isfinite(embedding).all()):
                 raise NumericsError(

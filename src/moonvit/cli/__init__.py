@@ -18,6 +18,10 @@ VERBS = {
     "export": "Write the vision half as a checkpoint of its own.",
     "verify": "Read every vision tensor and hash it.",
     "make-checkpoint": "Write a checkpoint with random weights to try things out.",
+    "trace": "Write every stage of the tower for a picture to a file.",
+    "compare": "Compare another program's stages with a trace.",
+    "diagnose": "Name the mistake behind another program's wrong stages.",
+    "selftest": "Check the tower against an independent float64 implementation.",
     "doctor": "Show versions, processor features and cache places.",
 }
 
