@@ -38,3 +38,38 @@ def raster_positions(h: int, w: int) -> tuple[Tensor, Tensor]:
     cpu = torch.device("cpu")
     rows = torch.arange(h, device=cpu).repeat_interleave(w)
     return rows, torch.arange(w, device=cpu).repeat(h)
+
+
+def block_order(grids: Sequence[Grid], size: int) -> Tensor:
+    """Raster numbers of the patches in merge-block order, int64 [N] on the CPU.
+
+    In block order the size² patches of a merged cell are neighbours, row by row within the cell, and
+    cells run row by row over each frame. `x_ND[block_order(...)]` turns raster order into block order.
+    """
+    parts = []
+    start = 0
+    for t, h, w in grids:
+        if h % size or w % size:
+            raise ValueError(f"grid_thws: {h}x{w} patches cannot be cut into {size}x{size} cells")
+        numbers = torch.arange(start, start + t * h * w, device="cpu")
+        cells = numbers.view(t, h // size, size, w // size, size)
+        parts.append(cells.transpose(2, 3).flatten())
+        start += t * h * w
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def raster_order(grids: Sequence[Grid], size: int) -> Tensor:
+    """The inverse of `block_order`: `x_ND[raster_order(...)]` turns block order into raster order."""
+    return torch.argsort(block_order(grids, size))
+
+
+def frame_lengths(grids: Sequence[Grid]) -> list[int]:
+    """Patches of each single frame, where attention does not reach over frames."""
+    return [h * w for t, h, w in grids for _ in range(t)]
+
+
+def block_positions(h: int, w: int, size: int) -> tuple[Tensor, Tensor]:
+    """`raster_positions` in merge-block order."""
+    order = block_order([(1, h, w)], size)
+    rows, columns = raster_positions(h, w)
+    return rows[order], columns[order]
