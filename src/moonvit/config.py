@@ -40,6 +40,11 @@ class TowerConfig:
     norm_eps: float
 
     @property
+    def head_dim(self) -> int:
+        """Features of one head."""
+        return self.hidden_size // self.num_heads
+
+    @property
     def merged_size(self) -> int:
         """Features of one merged row: merge_size² patches side by side."""
         return self.merge_size**2 * self.hidden_size

@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from moonvit.config import PixelConfig, VisionConfig, check_agreement
+from moonvit.config import TowerConfig
 from moonvit.errors import MoonvitError, NumericsError
+from moonvit.families import family_of
+from moonvit.pixels.base import PictureProcessor, PixelBatch, Prepared
 from moonvit.pixels.decode import Exif, Layout, Limits
-from moonvit.pixels.kimi import KimiProcessor, PixelBatch, Prepared
 from moonvit.progress import progress_bar
-from moonvit.towers.kimi_k3 import KimiK3Vision
+from moonvit.towers.base import Features, VisionModel
 from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.load import fingerprint, load_weights, tower_only
 from moonvit.weights.source import Reporter, find_checkpoint
@@ -36,14 +37,14 @@ class Encoder:
     """A vision tower with its projector and picture processor.
 
     Attributes:
-        model: the `nn.Module`, holding `vision_tower` and `mm_projector`; takes float32 pixels.
+        model: the `nn.Module`, tower and projector under the checkpoint's names; takes float32 pixels.
         processor: pictures to `PixelBatch`.
-        config: geometry, with the RMS epsilon in use (`config.norm_eps`).
+        config: geometry, with the norm epsilon in use (`config.norm_eps`).
         checkpoint: where the weights came from, or None.
     """
 
     def __init__(
-        self, model: KimiK3Vision, processor: KimiProcessor, checkpoint: LocalCheckpoint | None = None
+        self, model: VisionModel, processor: PictureProcessor, checkpoint: LocalCheckpoint | None = None
     ) -> None:
         self.model = model
         self.processor = processor
@@ -71,7 +72,8 @@ class Encoder:
             dtype: of the weights and activations: bfloat16, float16, float32 or float64. Weights stored in
                 that type are memory-mapped; others are converted.
             device: where the model runs.
-            norm_eps: RMS epsilon of the tower, which no checkpoint stores; None is 2^-23, float32's own.
+            norm_eps: epsilon of the tower's norms, which no checkpoint stores; None is the family's: for K3
+                2^-23, float32's own.
             revision: branch, tag or commit of the repository.
             token: for the hub: a string, True for the saved one, False for none.
             cache_dir: where fetched checkpoints are kept; MOONVIT_CACHE, or `moonvit` in HF_HOME.
@@ -93,18 +95,21 @@ class Encoder:
             report=report,
         )
         checkpoint = LocalCheckpoint(directory)
-        config = VisionConfig.from_dict(checkpoint.config, str(directory / "config.json"))
+        family = family_of(checkpoint.config, str(directory / "config.json"))
+        config, pixels = family.read(checkpoint)
         if norm_eps is not None:
             config = config.with_norm_eps(norm_eps)
-        pixels = PixelConfig.from_dict(checkpoint.preprocessor, str(directory / "preprocessor_config.json"))
-        check_agreement(config, pixels, str(directory))
-        with torch.device("meta"):
-            model = KimiK3Vision(config, projector=not tower_only(checkpoint))
+        model = family.empty_model(config, projector=not tower_only(checkpoint))
         load_weights(model, checkpoint, dtype)
-        return cls(model.to(device).eval(), KimiProcessor(pixels, limits), checkpoint)
+        return cls(model.to(device).eval(), family.processor(pixels, limits), checkpoint)
 
     @property
-    def config(self) -> VisionConfig:
+    def family(self) -> str:
+        """Which family the tower is of, such as "kimi_k3"; see `moonvit.families`."""
+        return self.model.config.model_type
+
+    @property
+    def config(self) -> TowerConfig:
         return self.model.config
 
     @property
@@ -138,7 +143,7 @@ class Encoder:
         """Embeddings of one picture, or of each picture of a list or tuple, in order.
 
         Args:
-            images: paths, bytes, data URLs, PIL images or arrays; see `KimiProcessor`.
+            images: paths, bytes, data URLs, PIL images or arrays; see `PictureProcessor`.
             batch_size: pictures packed into one pass at most; large ones are split up further.
             show_progress_bar: on stderr.
             convert_to_numpy: give float32 numpy arrays.
@@ -175,17 +180,21 @@ class Encoder:
 
     def embed(self, batch: PixelBatch) -> list[Tensor]:
         """Embeddings of a prepared batch, without gradients; `NumericsError` if any is not finite."""
+        return self.features(batch).embeddings
+
+    def features(self, batch: PixelBatch) -> Features:
+        """`embed`, with what the family gives beside the embeddings: Qwen3-VL's `deepstack`."""
         with torch.no_grad():
-            embeddings: list[Tensor] = self.model(batch.pixel_values.to(self.device), batch.grid_thws)
-        for number, embedding in enumerate(embeddings):
-            if not bool(torch.isfinite(embedding).all()):
-                raise NumericsError(
-                    f"picture {number} of the batch: {self.dtype} overflowed in the tower".replace(
-                        "torch.", ""
-                    ),
-                    "use bfloat16 or float32",
-                )
-        return embeddings
+            features = self.model.run(batch.pixel_values.to(self.device), batch.grid_thws)
+        for per_picture in (features.embeddings, *features.deepstack):
+            for number, values in enumerate(per_picture):
+                if not bool(torch.isfinite(values).all()):
+                    dtype = str(self.dtype).removeprefix("torch.")
+                    raise NumericsError(
+                        f"picture {number} of the batch: {dtype} overflowed in the tower",
+                        "use bfloat16 or float32",
+                    )
+        return features
 
     def count_tokens(
         self, image: Any, *, max_tokens: int | None = None, exif: Exif = "apply", layout: Layout | None = None

@@ -10,9 +10,12 @@ from moonvit.cli import fail, one_line, options
 from moonvit.cli.sources import expand
 from moonvit.config import PixelConfig
 from moonvit.errors import ImageError
+from moonvit.families import FAMILIES, family_of
 from moonvit.fields import read_json
-from moonvit.pixels.decode import Limits, describe, image_size
-from moonvit.pixels.plan import ImagePlan, plan_image
+from moonvit.pixels.base import PictureProcessor
+from moonvit.pixels.decode import Exif, Limits, describe
+from moonvit.pixels.kimi import KimiProcessor
+from moonvit.pixels.plan import ImagePlan
 from moonvit.presets import preprocessor_config
 
 
@@ -34,14 +37,14 @@ def command(
     kind: str,
 ) -> None:
     """Count the tokens of pictures; only their headers are read."""
-    config = _pixel_config(model)
     limits = Limits(pixels=max_pixels or Limits.pixels, bytes=max_bytes or Limits.bytes)
+    processor = _processor(model, limits)
     plans: list[tuple[str, ImagePlan]] = []
     failures: list[dict[str, str]] = []
     for source in expand(images):
         try:
-            size = image_size(source, limits=limits, exif="apply" if exif == "apply" else "ignore")
-            plans.append((describe(source), plan_image(*size, config, max_tokens)))
+            turned: Exif = "apply" if exif == "apply" else "ignore"
+            plans.append((describe(source), processor.plan(source, max_tokens=max_tokens, exif=turned)))
         except ImageError as error:
             failures.append({"source": describe(source), "error": one_line(error)})
             fail(one_line(error))
@@ -49,11 +52,13 @@ def command(
     sys.exit(1 if failures else 0)
 
 
-def _pixel_config(model: str | None) -> PixelConfig:
+def _processor(model: str | None, limits: Limits) -> PictureProcessor:
+    """The processor of that checkpoint's family; of K3 where there is no `config.json` beside its rules."""
     if model is None:
-        return PixelConfig.from_dict(preprocessor_config())
-    path = Path(model) / "preprocessor_config.json"
-    return PixelConfig.from_dict(read_json(path), str(path))
+        return KimiProcessor(PixelConfig.from_dict(preprocessor_config()), limits)
+    rules, geometry = Path(model) / "preprocessor_config.json", Path(model) / "config.json"
+    family = family_of(read_json(geometry), str(geometry)) if geometry.exists() else FAMILIES[0]
+    return family.processor(family.pixels(read_json(rules), str(rules)), limits)
 
 
 def _report(plans: list[tuple[str, ImagePlan]], failures: list[dict[str, str]], kind: str) -> None:

@@ -17,8 +17,8 @@ from moonvit.cli.progress import bar, fetch_bar
 from moonvit.cli.sources import expand
 from moonvit.encoder import Encoder, grouped
 from moonvit.errors import ImageError
+from moonvit.pixels.base import Prepared
 from moonvit.pixels.decode import Limits, describe
-from moonvit.pixels.kimi import Prepared
 from moonvit.weights.writer import SafetensorsWriter
 
 

@@ -35,9 +35,7 @@ def normalized_patches(
         np.divide(target, std_C11, out=target)
 
 
-def block_patches(
-    frames: NDArray[np.float32], patch: int, size: int, temporal: int
-) -> NDArray[np.float32]:
+def block_patches(frames: NDArray[np.float32], patch: int, size: int, temporal: int) -> NDArray[np.float32]:
     """Frames [frames, 3, height, width] as flat patches in merge-block order.
 
     Returns [t·h·w, 3·temporal·patch²], each row (channel, frame, row, column), where t = frames/temporal;

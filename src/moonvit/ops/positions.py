@@ -23,9 +23,7 @@ def resample_table(
     table_hwD = table_hwD.to(dtype)
     if table_hwD.shape[:2] != (h, w):
         planes = table_hwD.permute(2, 0, 1)[None]
-        planes = F.interpolate(
-            planes, size=(h, w), mode=mode, align_corners=align_corners, antialias=False
-        )
+        planes = F.interpolate(planes, size=(h, w), mode=mode, align_corners=align_corners, antialias=False)
         table_hwD = planes[0].permute(1, 2, 0)
     return table_hwD.flatten(0, 1)
 

@@ -11,12 +11,9 @@ from moonvit.ops.grid import Grid
 def window_order(grids: Sequence[Grid], size: int, window: int) -> tuple[Tensor, list[int]]:
     """The order that makes the cells of each window neighbours, and the patches of each window.
 
-    Args:
-        grids: in patches; `size` patches make a side of a cell, `window` cells a side of a window.
-
-    Returns:
-        int64 [cells of the batch] on the CPU: numbers of cells (row by row, frame by frame) in window
-        order; and the lengths of the windows in patches. Windows at the right and lower edge are cut off.
+    `size` patches make a side of a cell, `window` cells a side of a window; windows at the right and lower
+    edge are cut off. Gives int64 [cells of the batch] on the CPU, numbers of cells (row by row, frame by
+    frame) in window order, and the lengths of the windows in patches.
     """
     parts, lengths = [], []
     start = 0
@@ -34,4 +31,4 @@ def window_order(grids: Sequence[Grid], size: int, window: int) -> tuple[Tensor,
 
 def reorder_blocks(x: Tensor, order: Tensor, block: int) -> Tensor:
     """`x` [blocks·block, …] with its runs of `block` rows put into `order`."""
-    return x.unflatten(0, (-1, block))[order.to(x.device)].flatten(0, 1)
+    return x.reshape(-1, block, *x.shape[1:])[order.to(x.device)].flatten(0, 1)

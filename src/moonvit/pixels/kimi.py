@@ -11,7 +11,15 @@ from moonvit.pixels.base import PictureProcessor, PixelBatch, Prepared
 from moonvit.pixels.decode import Limits
 from moonvit.pixels.plan import ImagePlan, plan_image, plan_kimi_vl
 
-__all__ = ["KimiProcessor", "KimiVLProcessor", "PixelBatch", "Prepared", "chessboard", "composite", "opaque_pixels"]
+__all__ = [
+    "KimiProcessor",
+    "KimiVLProcessor",
+    "PixelBatch",
+    "Prepared",
+    "chessboard",
+    "composite",
+    "opaque_pixels",
+]
 
 _ROWS = 256  # rows composited at once, so that the float copies stay small
 
@@ -57,7 +65,7 @@ class KimiVLProcessor(KimiProcessor):
         _, h, w = plan.grid
         if max(h, w) > self.config.side_limit:
             raise ImageError(
-                f"{width}x{height} makes {w}x{h} patches, Kimi-VL takes at most {self.config.side_limit} a side",
+                f"{width}x{height} makes {w}x{h} patches, the limit is {self.config.side_limit} a side",
                 "give it smaller",
             )
         return plan

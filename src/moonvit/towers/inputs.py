@@ -32,9 +32,7 @@ def checked_grids(
     grids = as_grids(grid_thws)
     if pixel_values.shape[1:] != patch_shape:
         expected_shape = ", ".join(["N", *map(str, patch_shape)])
-        raise ValueError(
-            f"pixel_values: expected shape [{expected_shape}], found {list(pixel_values.shape)}"
-        )
+        raise ValueError(f"pixel_values: expected shape [{expected_shape}], found {list(pixel_values.shape)}")
     if not pixel_values.is_floating_point():
         raise ValueError(f"pixel_values: expected a floating-point type, found {pixel_values.dtype}")
     for grid in grids:
@@ -51,9 +49,7 @@ def checked_grids(
 def _check_grid(grid: Grid, merge_size: int, max_frames: int | None, max_side: int | None) -> None:
     t, h, w = grid
     if h % merge_size or w % merge_size:
-        raise ValueError(
-            f"grid_thws: height and width must be multiples of {merge_size}, found {list(grid)}"
-        )
+        raise ValueError(f"grid_thws: height and width must be multiples of {merge_size}, found {list(grid)}")
     if max_frames is not None and t > max_frames:
         raise ValueError(f"grid_thws: at most {max_frames} frames in one clip, found {t} in {list(grid)}")
     if max_side is not None and max(h, w) > max_side:

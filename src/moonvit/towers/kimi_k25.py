@@ -38,7 +38,8 @@ class PatchMerger(nn.Module):
         if not merged:
             return []
         rows = torch.cat(list(merged))
-        normed = self.pre_norm(rows.unflatten(-1, (-1, self.pre_norm.normalized_shape[0]))).flatten(1)
+        patches = rows.reshape(len(rows), -1, self.pre_norm.normalized_shape[0])
+        normed = self.pre_norm(patches).flatten(1)
         tap("proj_norm", normed)
         projected = self.matrices(normed, tap)
         tap("projected", projected)
@@ -63,14 +64,16 @@ class KimiK25Vision(VisionModel):
 
     config: VisionConfig
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, projector: bool = True) -> None:
         super().__init__()
         self.config = config
         self.vision_tower = VisionTower(config)
-        self.mm_projector = PatchMerger(config)
+        self.mm_projector = PatchMerger(config) if projector else None
 
     def run(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
         """As `VisionTower.forward`, then projected."""
+        if self.mm_projector is None:
+            raise ValueError("this checkpoint has no projector: use .vision_tower for the merged rows")
         return Features(self.mm_projector(self.vision_tower(pixel_values, grid_thws, tap), tap))
 
 
@@ -79,12 +82,14 @@ class KimiVLVision(VisionModel):
 
     config: VisionConfig
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, projector: bool = True) -> None:
         super().__init__()
         self.config = config
         self.vision_tower = VisionTower(config)
-        self.multi_modal_projector = LinearPatchMerger(config)
+        self.multi_modal_projector = LinearPatchMerger(config) if projector else None
 
     def run(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
         """As `VisionTower.forward`, then projected."""
+        if self.multi_modal_projector is None:
+            raise ValueError("this checkpoint has no projector: use .vision_tower for the merged rows")
         return Features(self.multi_modal_projector(self.vision_tower(pixel_values, grid_thws, tap), tap))

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-import torch
-
-from moonvit.config import PixelConfig, VisionConfig, check_agreement
 from moonvit.errors import WeightsError
-from moonvit.towers.kimi_k3 import KimiK3Vision
+from moonvit.families import family_of
 from moonvit.weights.hub import HubCheckpoint
 from moonvit.weights.index import StoredTensor, index_bytes
 from moonvit.weights.journal import Journal, Span, missing
@@ -79,11 +76,9 @@ def fetch(checkpoint: HubCheckpoint, directory: Path, progress: Progress | None 
 
 
 def _refuse_unusable(checkpoint: HubCheckpoint) -> None:
-    config = VisionConfig.from_dict(checkpoint.config, f"{checkpoint.where}/config.json")
-    pixels = PixelConfig.from_dict(checkpoint.preprocessor, f"{checkpoint.where}/preprocessor_config.json")
-    check_agreement(config, pixels, checkpoint.where)
-    with torch.device("meta"):
-        check_loadable(KimiK3Vision(config, projector=not tower_only(checkpoint)), checkpoint)
+    family = family_of(checkpoint.config, f"{checkpoint.where}/config.json")
+    config, _ = family.read(checkpoint)
+    check_loadable(family.empty_model(config, projector=not tower_only(checkpoint)), checkpoint)
 
 
 def plan_parts(checkpoint: HubCheckpoint) -> list[Part]:

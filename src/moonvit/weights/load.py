@@ -43,15 +43,16 @@ def checkpoint_faults(checkpoint: Checkpoint, expected: Shapes) -> list[str]:
 def tower_only(checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint holds a tower and nothing of a projector."""
     names = checkpoint.tensors.keys() | checkpoint.lost
-    return bool(names) and not any(name.startswith("mm_projector.") for name in names)
+    return bool(names) and all(name.startswith("vision_tower.") for name in names)
 
 
 def check_loadable(model: nn.Module, checkpoint: Checkpoint) -> None:
     """`WeightsError`, holding every fault, unless the checkpoint fills the module exactly."""
     if not checkpoint.tensors and not checkpoint.faults:
+        roots = sorted(checkpoint.names.roots, reverse=True)
         raise WeightsError(
             checkpoint.where,
-            ["no vision tensors: nothing named vision_tower.* or mm_projector.*"],
+            [f"no vision tensors: nothing named {' or '.join(f'{root}*' for root in roots)}"],
             "this checkpoint is text only",
         )
     faults = checkpoint_faults(checkpoint, expected_shapes(model))
