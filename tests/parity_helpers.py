@@ -1,0 +1,171 @@
+"""Random checkpoints of every family, the reference that each is held against, and their figures."""
+
+import ast
+import importlib.util
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moonvit.encoder import Encoder
+
+KIMI_BATCHES = [
+    [(1, 4, 6)],
+    [(1, 2, 10), (1, 12, 2), (1, 8, 8)],
+    [(1, 2, 2), (1, 6, 10), (1, 20, 18)],
+]
+"""Below, at and above the 8x8 table; never square alone."""
+KIMI_CLIPS = [[(2, 4, 6)], [(1, 4, 4), (3, 2, 6), (4, 10, 12)]]
+QWEN_BATCHES = [
+    [(1, 4, 6)],
+    [(1, 2, 10), (1, 12, 2), (1, 8, 8)],
+    [(1, 2, 2), (1, 10, 6), (1, 18, 22)],
+]
+QWEN_CLIPS = [[(2, 4, 6)], [(1, 4, 4), (3, 2, 6), (4, 10, 14)]]
+
+HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+K25_MEDIA = {
+    "in_patch_limit": 16384, "patch_size": 14, "merge_kernel_size": 2, "patch_limit_on_one_side": 512,
+    "fixed_output_tokens": None, **HALVES,
+}  # fmt: skip
+KIMI_VL_PIXELS = {
+    "in_token_limit": 4096, "patch_size": 14, "merge_kernel_size": [2, 2], "pad_input": True, **HALVES,
+}  # fmt: skip
+
+
+def randomize(module: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Weights that keep activations near unit size and biases far from zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                values = 0.2 * values + (1 if name.endswith("weight") else 0)
+            elif "pos_emb" in name:
+                values = 0.5 * values
+            else:
+                values = values / values[0].numel() ** 0.5
+            parameter.copy_(values)
+    return module.eval()
+
+
+def nemo_classes(model: str, names: set[str]) -> SimpleNamespace:
+    """Those classes and functions of a nemo-automodel module, without the rest of it and its imports."""
+    spec = importlib.util.find_spec("nemo_automodel")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the package nemo-automodel is not installed (make test installs it)")
+    from transformers.activations import GELUActivation
+
+    path = Path(spec.submodule_search_locations[0]) / f"components/models/{model}/model.py"
+    tree = ast.parse(path.read_text())
+    wanted = [n for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name in names]
+    missing = names - {node.name for node in wanted}
+    assert not missing, missing
+    space: dict[str, Any] = {
+        "torch": torch, "nn": torch.nn, "F": torch.nn.functional, "np": np, "math": math,
+        "GELUActivation": GELUActivation, "FLASH_ATTN_AVAILABLE": False,
+        "List": list, "Tuple": tuple, "Dict": dict, "Any": Any,
+    }  # fmt: skip
+    exec(compile(ast.Module(wanted, []), str(path), "exec"), space)
+    return SimpleNamespace(**{name: space[name] for name in names})
+
+
+def write_checkpoint(directory: Path, config: dict, pixels: dict, tensors: dict[str, torch.Tensor]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "preprocessor_config.json").write_text(json.dumps(pixels))
+    save_file({k: v.contiguous() for k, v in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+def kimi_geometry() -> dict[str, Any]:
+    return {
+        "patch_size": 14, "init_pos_emb_height": 8, "init_pos_emb_width": 8, "init_pos_emb_time": 4,
+        "pos_emb_type": "divided_fixed", "num_attention_heads": 3, "num_hidden_layers": 3,
+        "hidden_size": 72, "intermediate_size": 160, "merge_kernel_size": [2, 2],
+        "video_attn_type": "spatial_temporal", "merge_type": "sd2_tpool",
+    }  # fmt: skip
+
+
+def kimi_k25_pair(directory: Path) -> tuple[Encoder, Any]:
+    """Our encoder over a raw-layout K2.5 checkpoint, and nemo-automodel's tower and projector."""
+    ref = nemo_classes("kimi_k25_vl", {
+        "get_1d_sincos_pos_embed_from_grid", "get_1d_sincos_pos_embed", "_apply_rope_vision",
+        "vision_attention_sdpa", "Learnable2DInterpPosEmbDividedFixed", "Rope2DPosEmbRepeated",
+        "MoonViT3dMLP", "MoonViT3dEncoderLayer", "MoonViT3dEncoder", "MoonVision3dPatchEmbed",
+        "tpool_patch_merger", "MoonViT3dPretrainedModel", "KimiK25VLMultiModalProjector",
+    })  # fmt: skip
+    geometry = kimi_geometry()
+    vision = SimpleNamespace(**geometry, _attn_implementation="sdpa")
+    tower = randomize(ref.MoonViT3dPretrainedModel(vision), 1)
+    whole = SimpleNamespace(
+        vision_config=vision, text_config=SimpleNamespace(hidden_size=40), mm_hidden_size=72,
+        projector_ln_eps=1e-5,
+    )  # fmt: skip
+    projector = randomize(ref.KimiK25VLMultiModalProjector(whole), 2)
+    spelled = {
+        f"vt_{key}" if key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        else key: value
+        for key, value in geometry.items()
+    }  # fmt: skip
+    spelled |= {"mm_hidden_size": 72, "text_hidden_size": 40, "projector_ln_eps": 1e-5}
+    config = {"model_type": "kimi_k25", "vision_config": spelled, "text_config": {"hidden_size": 40}}
+    tensors = {f"vision_tower.{k}": v for k, v in tower.state_dict().items()}
+    for key, value in projector.state_dict().items():
+        released = key.replace("linear_1", "proj.0").replace("linear_2", "proj.2")
+        tensors[f"mm_projector.{released}"] = value
+    write_checkpoint(directory, config, {"media_proc_cfg": K25_MEDIA}, tensors)
+
+    def reference(pixels: torch.Tensor, grids: list) -> list[torch.Tensor]:
+        return projector(tower(pixels, torch.tensor(grids)))
+
+    return Encoder.from_pretrained(directory, dtype="float32"), reference
+
+
+def kimi_vl_pair(directory: Path) -> tuple[Encoder, Any]:
+    """Our encoder over a Kimi-VL checkpoint, and nemo-automodel's tower and projector."""
+    ref = nemo_classes("kimivl", {
+        "_apply_rope_vision", "vision_attention_sdpa", "Learnable2DInterpPosEmb", "Rope2DPosEmb",
+        "MoonVitMLP", "MoonVitEncoderLayer", "MoonVitEncoder", "MoonVisionPatchEmbed", "patch_merger",
+        "MoonVitPretrainedModel", "KimiVLMultiModalProjector",
+    })  # fmt: skip
+    dropped = ("init_pos_emb_time", "pos_emb_type", "video_attn_type", "merge_type")
+    geometry = {key: value for key, value in kimi_geometry().items() if key not in dropped}
+    vision = SimpleNamespace(**geometry, _attn_implementation="sdpa")
+    tower = randomize(ref.MoonVitPretrainedModel(vision), 3)
+    whole = SimpleNamespace(vision_config=vision, text_config=SimpleNamespace(hidden_size=40))
+    projector = randomize(ref.KimiVLMultiModalProjector(whole), 4)
+    config = {
+        "architectures": ["KimiVLForConditionalGeneration"], "model_type": "kimi_vl",
+        "vision_config": {"model_type": "moonvit", **geometry}, "text_config": {"hidden_size": 40},
+    }  # fmt: skip
+    tensors = {f"vision_tower.{k}": v for k, v in tower.state_dict().items()}
+    tensors |= {f"multi_modal_projector.{k}": v for k, v in projector.state_dict().items()}
+    write_checkpoint(directory, config, KIMI_VL_PIXELS, tensors)
+
+    def reference(pixels: torch.Tensor, grids: list) -> list[torch.Tensor]:
+        merged = tower(pixels, torch.tensor(grids)[:, 1:])
+        return list(projector(merged).split([len(part) for part in merged]))
+
+    return Encoder.from_pretrained(directory, dtype="float32"), reference
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.double(), expected.double()
+    return float((found - expected).norm() / expected.norm())
+
+
+def least_cosine(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(found.double(), expected.double(), dim=-1).min())
+
+
+def patches_for(encoder: Encoder, grids: list[tuple[int, int, int]], seed: int = 5) -> torch.Tensor:
+    total = sum(t * h * w for t, h, w in grids)
+    shape = (total, *encoder.processor.patch_shape)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
