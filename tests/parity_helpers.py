@@ -156,6 +156,127 @@ def kimi_vl_pair(directory: Path) -> tuple[Encoder, Any]:
     return Encoder.from_pretrained(directory, dtype="float32"), reference
 
 
+TEXT = {
+    "hidden_size": 40, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 64, "head_dim": 20,
+}  # fmt: skip
+QWEN_PIXELS = {
+    "min_pixels": 3136, "max_pixels": 1003520, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
+    **HALVES,
+}  # fmt: skip
+
+
+def saved(model: torch.nn.Module, directory: Path, pixels: dict, **how: Any) -> Encoder:
+    """Our encoder over what transformers' own `save_pretrained` writes."""
+    model.save_pretrained(directory, **how)
+    (directory / "preprocessor_config.json").write_text(json.dumps(pixels))
+    return Encoder.from_pretrained(directory, dtype="float32")
+
+
+def qwen_reference(visual: torch.nn.Module, cell: int) -> Any:
+    def reference(pixels: torch.Tensor, grids: list) -> list[torch.Tensor]:
+        out = visual(pixels, grid_thw=torch.tensor(grids))
+        return list(out.pooler_output.split([t * h * w // cell for t, h, w in grids]))
+
+    reference.visual = visual
+    return reference
+
+
+def qwen2_vl_pair(directory: Path) -> tuple[Encoder, Any]:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    vision = {"depth": 3, "embed_dim": 72, "hidden_size": 40, "num_heads": 3, "mlp_ratio": 2}
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=TEXT, vision_config=vision))
+    randomize(model.model.visual, 6)
+    return saved(model, directory, QWEN_PIXELS), qwen_reference(model.model.visual, 4)
+
+
+def qwen2_5_vl_pair(directory: Path) -> tuple[Encoder, Any]:
+    """Windows of 4x4 cells, so that the larger grids have cut-off windows; one layer sees whole frames."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    vision = {
+        "depth": 3, "hidden_size": 72, "out_hidden_size": 40, "num_heads": 3, "intermediate_size": 100,
+        "window_size": 112, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=TEXT, vision_config=vision))
+    randomize(model.model.visual, 7)
+    return saved(model, directory, QWEN_PIXELS), qwen_reference(model.model.visual, 4)
+
+
+def qwen3_vl_pair(directory: Path) -> tuple[Encoder, Any]:
+    """An 8x8 table, DeepStack from two layers."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    vision = {
+        "depth": 4, "hidden_size": 72, "out_hidden_size": 40, "num_heads": 3, "intermediate_size": 100,
+        "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2],
+    }  # fmt: skip
+    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=TEXT, vision_config=vision))
+    randomize(model.model.visual, 8)
+    pixels = {**QWEN_PIXELS, "patch_size": 16}
+    return saved(model, directory, pixels), qwen_reference(model.model.visual, 4)
+
+
+def native_k25(directory: Path, raw: bool) -> tuple[Encoder, Any]:
+    """Our encoder over what transformers writes for its own `kimi_k25`: its layout or the raw one."""
+    from transformers.models.kimi_k25 import Kimi_K25Config, Kimi_K25ForConditionalGeneration
+
+    text = {
+        "model_type": "deepseek_v3", "hidden_size": 40, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64, "n_routed_experts": 2,
+        "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1,
+        "moe_intermediate_size": 8,
+    }  # fmt: skip
+    vision = {
+        "num_hidden_layers": 3, "hidden_size": 72, "num_attention_heads": 3, "intermediate_size": 160,
+        "pos_emb_height": 8, "pos_emb_width": 8,
+    }  # fmt: skip
+    config = Kimi_K25Config(text_config=text, vision_config=vision, projection_hidden_size=72)
+    model = Kimi_K25ForConditionalGeneration(config)
+    tower, projector = randomize(model.model.vision_tower, 9), randomize(model.model.mm_projector, 10)
+    native = {
+        "image_processor_type": "Kimi_K25ImageProcessor", "max_patches": 16384, "patch_size": 14,
+        "merge_size": 2, "size": {"max_height": 512, "max_width": 512}, **HALVES,
+    }  # fmt: skip
+
+    def reference(pixels: torch.Tensor, grids: list) -> list[torch.Tensor]:
+        rows = projector(tower(pixels, torch.tensor(grids)).pooler_output).reshape(-1, 40)
+        return list(rows.split([h * w // 4 for _, h, w in grids]))
+
+    return saved(model, directory, native, save_original_format=raw), reference
+
+
+def kimi_k25_native_pair(directory: Path) -> tuple[Encoder, Any]:
+    return native_k25(directory, raw=False)
+
+
+def kimi_k25_saved_raw_pair(directory: Path) -> tuple[Encoder, Any]:
+    return native_k25(directory, raw=True)
+
+
+PAIRS = {
+    "kimi_k25": kimi_k25_pair,
+    "kimi_k25 (transformers)": kimi_k25_native_pair,
+    "kimi_k25 (transformers, raw)": kimi_k25_saved_raw_pair,
+    "kimi_vl": kimi_vl_pair,
+    "qwen2_vl": qwen2_vl_pair,
+    "qwen2_5_vl": qwen2_5_vl_pair,
+    "qwen3_vl": qwen3_vl_pair,
+}
+
+
+def stills_of(name: str) -> list[list[tuple[int, int, int]]]:
+    return KIMI_BATCHES if name.startswith("kimi") else QWEN_BATCHES
+
+
+def clips_of(name: str) -> list[list[tuple[int, int, int]]]:
+    if name == "kimi_vl":
+        return []
+    return KIMI_CLIPS if name.startswith("kimi") else QWEN_CLIPS
+
+
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     found, expected = found.double(), expected.double()
     return float((found - expected).norm() / expected.norm())

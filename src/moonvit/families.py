@@ -12,15 +12,19 @@ from typing import Any, Protocol
 import torch
 
 from moonvit.config import PatchRules, PixelConfig, TowerConfig, VisionConfig, check_agreement
-from moonvit.configs import kimi
+from moonvit.configs import kimi, qwen
 from moonvit.errors import ConfigError
 from moonvit.fields import Fields, shown
 from moonvit.pixels.base import PictureProcessor
 from moonvit.pixels.decode import Limits
 from moonvit.pixels.kimi import KimiProcessor, KimiVLProcessor
+from moonvit.pixels.qwen import QwenProcessor
 from moonvit.towers.base import VisionModel
 from moonvit.towers.kimi_k3 import KimiK3Vision
 from moonvit.towers.kimi_k25 import KimiK25Vision, KimiVLVision
+from moonvit.towers.qwen2_5_vl import Qwen25VLVision
+from moonvit.towers.qwen2_vl import Qwen2VLVision
+from moonvit.towers.qwen3_vl import Qwen3VLVision
 from moonvit.weights import names
 
 
@@ -100,6 +104,33 @@ FAMILIES = (
         model=KimiVLVision,
         processor=KimiVLProcessor,
         names=names.KIMI_VL,
+    ),
+    Family(
+        name="qwen2_vl",
+        architectures=("Qwen2VLForConditionalGeneration",),
+        vision=qwen.qwen2_vl,
+        pixels=qwen.qwen_pixels,
+        model=Qwen2VLVision,
+        processor=QwenProcessor,
+        names=names.QWEN,
+    ),
+    Family(
+        name="qwen2_5_vl",
+        architectures=("Qwen2_5_VLForConditionalGeneration",),
+        vision=qwen.qwen2_5_vl,
+        pixels=qwen.qwen_pixels,
+        model=Qwen25VLVision,
+        processor=QwenProcessor,
+        names=names.QWEN,
+    ),
+    Family(
+        name="qwen3_vl",
+        architectures=("Qwen3VLForConditionalGeneration",),
+        vision=qwen.qwen3_vl,
+        pixels=qwen.qwen_pixels,
+        model=Qwen3VLVision,
+        processor=QwenProcessor,
+        names=names.QWEN,
     ),
 )
 

@@ -13,7 +13,7 @@ from moonvit.config import PatchRules, TowerConfig, check_agreement
 from moonvit.errors import ConfigError
 from moonvit.families import family_of
 from moonvit.weights.checkpoint import LocalCheckpoint
-from moonvit.weights.load import checkpoint_faults, expected_shapes, tower_only
+from moonvit.weights.load import checkpoint_faults, stored_shapes, tower_only
 from moonvit.weights.source import find_checkpoint
 
 
@@ -42,7 +42,7 @@ def describe_checkpoint(directory: Path) -> dict[str, Any]:
     expected: dict[str, tuple[int, ...]] = {}
     if vision is not None:
         model = family_of(checkpoint.config).empty_model(vision, projector=not tower_only(checkpoint))
-        expected = expected_shapes(model)
+        expected = stored_shapes(model, checkpoint)
         faults += checkpoint_faults(checkpoint, expected)
     else:
         faults += checkpoint.faults
