@@ -72,6 +72,15 @@ def _plan(width: int, height: int, config: QwenPixels) -> ImagePlan:
     )
 
 
+def on_white(picture: Image.Image) -> Image.Image:
+    """RGB, with white behind whatever is transparent, as the reference does since its fifth version."""
+    if "A" not in picture.getbands() and picture.info.get("transparency") is None:
+        return picture.convert("RGB")
+    picture = picture.convert("RGBA")
+    white = Image.new("RGBA", picture.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, picture).convert("RGB")
+
+
 class QwenProcessor(PictureProcessor):
     """The processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
@@ -90,9 +99,9 @@ class QwenProcessor(PictureProcessor):
         return plan_qwen(width, height, self.config, max_tokens)
 
     def opaque(self, picture: Image.Image, plan: ImagePlan) -> NDArray[np.uint8]:
-        """`convert("RGB")`, then Pillow's bicubic."""
+        """On white, then Pillow's bicubic."""
         size = (plan.new_width, plan.new_height)
-        return np.asarray(picture.convert("RGB").resize(size, Image.Resampling.BICUBIC))
+        return np.asarray(on_white(picture).resize(size, Image.Resampling.BICUBIC))
 
     def cut(self, prepared: Prepared, out: NDArray[np.float32]) -> None:
         """Normalised patches in merge-block order; a still stands for every frame of its patches."""
