@@ -135,13 +135,13 @@ def _run(
     names: list[str] = []
     with bar(len(sources), "picture", kind != "quiet" and len(sources) > 1) as shown:
         for group in grouped(job.prepared(sources, names, **how), batch_size):
-            for picture, embedding in zip(
-                group, job.encoder.embed(job.encoder.processor.pack(group)), strict=True
-            ):
+            features = job.encoder.features(job.encoder.processor.pack(group))
+            for place, (picture, embedding) in enumerate(zip(group, features.embeddings, strict=True)):
                 number = len(job.rows)
-                name = f"embeddings/{number}" if writer else None
                 if writer:
-                    writer.add(f"embeddings/{number}", embedding.float() if store == "float32" else embedding)
+                    _write(writer, f"embeddings/{number}", embedding, store)
+                    for layer, rows in enumerate(features.deepstack):
+                        _write(writer, f"deepstack/{layer}/{number}", rows[place], store)
                 plan = picture.plan
                 job.rows.append(
                     Row(
@@ -150,10 +150,14 @@ def _run(
                         shape=list(embedding.shape),
                         grid_thw=list(plan.grid),
                         size=[plan.width, plan.height],
-                        name=name,
+                        name=f"embeddings/{number}" if writer else None,
                     )
                 )
             shown.update(len(group))
+
+
+def _write(writer: SafetensorsWriter, name: str, values: torch.Tensor, store: str) -> None:
+    writer.add(name, values.float() if store == "float32" else values)
 
 
 def _write_tables(job: Job, writer: SafetensorsWriter, how: dict[str, Any]) -> None:
@@ -167,6 +171,7 @@ def _write_tables(job: Job, writer: SafetensorsWriter, how: dict[str, Any]) -> N
         sources=json.dumps([row.source for row in job.rows]),
         failures=json.dumps([{"source": source, "error": error} for source, error in job.failures]),
         model=encoder.fingerprint,
+        family=encoder.family,
         norm_eps=repr(encoder.config.norm_eps),
         dtype=str(encoder.dtype).removeprefix("torch."),
         version=__version__,
