@@ -17,6 +17,7 @@ FLOAT32_EPS = 2.0**-23
 
 MODEL_TYPES = ("kimi_k3",)
 ROPE_THETA = 10000.0
+TIMESTAMP_MODES = ("hh:mm:ss.fff", "mm:ss.fff", "mm:ss")
 MAX_SIDE = 512
 """The reference's rotary table has 512 rows and columns; larger grids are outside the model."""
 
@@ -177,18 +178,34 @@ class PatchRules:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClipRules:
+    """How a Kimi checkpoint takes videos.
+
+    `frame_limit` bounds the patches of a frame, `clip_limit` those of a chunk (None: no bound);
+    `sample_fps` frames a second are taken, at most `frames` to a chunk.
+    """
+
+    frame_limit: int
+    clip_limit: int | None
+    sample_fps: float
+    frames: int
+    timestamp_mode: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class PixelConfig(PatchRules):
     """How a picture becomes patches for a Kimi tower.
 
     `in_patch_limit` bounds the patches of the resized picture (before padding), `side_limit` those
     along one side. `background` is None where transparency is dropped; `fill_before_resize` says when
-    it is filled.
+    it is filled. `clip` is None for a checkpoint that says nothing of videos.
     """
 
     in_patch_limit: int
     side_limit: int
     background: Chessboard | None
     fill_before_resize: bool
+    clip: ClipRules | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], where: str = "preprocessor_config.json") -> "PixelConfig":
@@ -208,6 +225,7 @@ class PixelConfig(PatchRules):
             std=media.numbers("image_std", 3, 0.0, 1e3),
             background=_background(media),
             fill_before_resize=stage == "before_resize",
+            clip=_clip(media) if "sample_fps" in media.values else None,
         )
 
 
@@ -221,6 +239,20 @@ def _background(media: Fields) -> Chessboard | None:
         white_first=fields.flag("chessboard_square_on_top_left"),
         white=fields.integer("chessboard_white_value", 0, 255),
         gray=fields.integer("chessboard_gray_value", 0, 255),
+    )
+
+
+def _clip(media: Fields) -> ClipRules:
+    limits = {"in_patch_limit_each_frame": None, "in_patch_limit_video": None} | dict(media.values)
+    each, whole = limits["in_patch_limit_each_frame"], limits["in_patch_limit_video"]
+    return ClipRules(
+        frame_limit=media.integer(
+            "in_patch_limit" if each is None else "in_patch_limit_each_frame", 1, 2**24
+        ),
+        clip_limit=None if whole is None else media.integer("in_patch_limit_video", 1, 2**30),
+        sample_fps=media.number("sample_fps", 0.0, 1000.0),
+        frames=media.integer("temporal_merge_kernel_size", 1, 64),
+        timestamp_mode=media.choice("timestamp_mode", *TIMESTAMP_MODES),
     )
 
 

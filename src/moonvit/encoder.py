@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from moonvit.clips import VideoChunk, video_chunks
 from moonvit.config import TowerConfig
 from moonvit.errors import MoonvitError, NumericsError
 from moonvit.families import family_of
 from moonvit.pixels.base import PictureProcessor, PixelBatch, Prepared
 from moonvit.pixels.decode import Exif, Layout, Limits
+from moonvit.pixels.video import open_video
 from moonvit.progress import progress_bar
 from moonvit.towers.base import Features, VisionModel
 from moonvit.weights.checkpoint import LocalCheckpoint
@@ -195,6 +197,32 @@ class Encoder:
                         "use bfloat16 or float32",
                     )
         return features
+
+    def encode_video(
+        self,
+        video: Any,
+        *,
+        fps: float | None = None,
+        exif: Exif = "apply",
+        layout: Layout | None = None,
+        experimental: bool = False,
+    ) -> Iterator[VideoChunk]:
+        """The chunks of a video, each with its embeddings and timestamp, as they are computed.
+
+        Args:
+            video: the path of a file (needs the extra `video`), or a list of frames, which may be
+                anything that `encode` takes.
+            fps: frames a second of a list of frames.
+            exif: "apply" or "ignore" the orientation of the video or its frames.
+            layout: of frames that are arrays of three dimensions.
+            experimental: K3's own processor takes pictures only; True cuts clips as K2.5 does.
+
+        Raises:
+            ImageError: for a broken video.
+            MoonvitError: for a family without videos, and where PyAV is not installed.
+        """
+        opened = open_video(video, fps=fps, limits=self.processor.limits, exif=exif, layout=layout)
+        return video_chunks(self, opened, experimental)
 
     def count_tokens(
         self, image: Any, *, max_tokens: int | None = None, exif: Exif = "apply", layout: Layout | None = None

@@ -158,3 +158,9 @@ def _limit(top: Fields, name: str, edge: str) -> int:
         return top.integer(name, 1, 2**40)
     size = top.section("size") if top.values.get("size") is not None else top
     return size.integer(edge if edge in size.values else name, 1, 2**40)
+
+
+def video_limits(config: Mapping[str, Any], where: str = "video_preprocessor_config.json") -> tuple[int, int]:
+    """Least and most pixels of a video, as `qwen_pixels` reads those of a picture."""
+    top = Fields(config, where)
+    return _limit(top, "min_pixels", "shortest_edge"), _limit(top, "max_pixels", "longest_edge")

@@ -1,10 +1,13 @@
 """The Kimi picture processors: resize, composite, pad, normalise, cut; bit-equal to the models' own."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from moonvit.config import Chessboard, PixelConfig
+from moonvit.config import Chessboard, ClipRules, PixelConfig
 from moonvit.errors import ImageError
 from moonvit.ops.patchify import normalized_patches
 from moonvit.pixels.base import PictureProcessor, PixelBatch, Prepared
@@ -44,6 +47,15 @@ class KimiProcessor(PictureProcessor):
     def opaque(self, picture: Image.Image, plan: ImagePlan) -> NDArray[np.uint8]:
         """See `opaque_pixels`."""
         return opaque_pixels(picture, plan, self.config)
+
+    def clip(self, frames: Sequence[Image.Image], rules: ClipRules) -> Prepared:
+        """A chunk of at most `rules.frames` frames, all at the size that the first one gets."""
+        limit = rules.frame_limit
+        if rules.clip_limit is not None:
+            limit = min(max(1, round(rules.clip_limit / len(frames))), limit)
+        plan = plan_image(*frames[0].size, replace(self.config, in_patch_limit=limit))
+        plan = replace(plan, grid=(len(frames), *plan.grid[1:]))
+        return Prepared(np.stack([self.opaque(frame, plan) for frame in frames]), plan)
 
     def cut(self, prepared: Prepared, out: NDArray[np.float32]) -> None:
         """See `normalized_patches`; frames of a clip come one behind the other."""

@@ -1,6 +1,7 @@
 """The Qwen-VL picture processor; bit-equal to transformers' `Qwen2VLImageProcessorPil`."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,8 +24,7 @@ def smart_resize(width: int, height: int, config: QwenPixels) -> tuple[int, int]
 
     `ImageError` for a picture beyond `MAX_ASPECT`.
     """
-    if max(width, height) / min(width, height) > MAX_ASPECT:
-        raise ImageError(f"{width}x{height} is more than {MAX_ASPECT} times as long as wide", "crop it")
+    check_aspect(width, height)
     cell = config.cell
     new_width, new_height = round(width / cell) * cell, round(height / cell) * cell
     if new_width * new_height > config.max_pixels:
@@ -36,6 +36,12 @@ def smart_resize(width: int, height: int, config: QwenPixels) -> tuple[int, int]
         new_height = math.ceil(height * grow / cell) * cell
         new_width = math.ceil(width * grow / cell) * cell
     return new_width, new_height
+
+
+def check_aspect(width: int, height: int) -> None:
+    """`ImageError` for a picture beyond `MAX_ASPECT`."""
+    if max(width, height) / min(width, height) > MAX_ASPECT:
+        raise ImageError(f"{width}x{height} is more than {MAX_ASPECT} times as long as wide", "crop it")
 
 
 def plan_qwen(width: int, height: int, config: QwenPixels, max_tokens: int | None = None) -> ImagePlan:
@@ -102,6 +108,23 @@ class QwenProcessor(PictureProcessor):
         """On white, then Pillow's bicubic."""
         size = (plan.new_width, plan.new_height)
         return np.asarray(on_white(picture).resize(size, Image.Resampling.BICUBIC))
+
+    def clip(self, frames: Sequence[Image.Image], size: tuple[int, int]) -> Prepared:
+        """Frames at `size` (width, height), a multiple of a cell; an odd rest repeats the last frame."""
+        config = self.config
+        width, height = frames[0].size
+        h, w = size[1] // config.patch_size, size[0] // config.patch_size
+        plan = ImagePlan(
+            width=width,
+            height=height,
+            new_width=size[0],
+            new_height=size[1],
+            pad_width=0,
+            pad_height=0,
+            grid=(-(-len(frames) // config.temporal_patch_size), h, w),
+            tokens=-(-len(frames) // config.temporal_patch_size) * h * w // config.merge_size**2,
+        )
+        return Prepared(np.stack([self.opaque(frame, plan) for frame in frames]), plan)
 
     def cut(self, prepared: Prepared, out: NDArray[np.float32]) -> None:
         """Normalised patches in merge-block order; a still stands for every frame of its patches."""
