@@ -1,6 +1,7 @@
 """The registry, the configs of the families, and the same encoder and command line over all of them."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from moonvit.configs.qwen import qwen2_5_vl, qwen2_vl, qwen3_vl
 from moonvit.encoder import Encoder
 from moonvit.errors import ConfigError, WeightsError
 from moonvit.families import FAMILIES, family_of
+from moonvit.weights.export import export
 
 NAMES = ("kimi_k25", "kimi_k25 (transformers)", "kimi_vl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
@@ -71,6 +73,24 @@ def test_encode_count_and_info(checkpoints, name, tmp_path):
     told = run("info", directory, "--format", "json")
     assert told.exit_code == 0, told.output
     assert json.loads(told.stdout)["family"] == encoder.family == name.partition(" ")[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_exported_half_loads_alike(checkpoints, name, tmp_path):
+    """Only vision tensors are written, under released names, and rules of videos go along."""
+    directory = tmp_path / "with_video"
+    shutil.copytree(checkpoints(name), directory)
+    (directory / "video_preprocessor_config.json").write_text('{"min_pixels": 4096, "max_pixels": 25165824}')
+    whole = Encoder.from_pretrained(directory, dtype="float32")
+    export(whole.checkpoint, tmp_path / "half")
+    half = Encoder.from_pretrained(tmp_path / "half", dtype="float32")
+    for (key, mine), theirs in zip(
+        half.model.state_dict().items(), whole.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(mine, theirs), key
+    assert (tmp_path / "half" / "video_preprocessor_config.json").exists()
+    stored = load_file(tmp_path / "half" / "model.safetensors")
+    assert not [key for key in stored if "language" in key or "lm_head" in key]
 
 
 @pytest.mark.parametrize("name", NAMES)

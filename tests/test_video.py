@@ -1,6 +1,8 @@
 """Clips: which frames, which sizes, which embeddings; files with PyAV, made here."""
 
+import json
 import math
+import shutil
 import struct
 import sys
 
@@ -167,6 +169,22 @@ def test_qwen3_limits_bound_all_frames_together(encoders):
         width, height = smart_resize_clip(frames, 1920, 1080, config)
         assert frames * width * height <= config.max_pixels
     assert smart_resize_clip(40, 1920, 1080, config) < smart_resize_clip(4, 1920, 1080, config)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_limits_of_videos_are_the_checkpoints(encoders, name, tmp_path):
+    """Without `video_preprocessor_config.json` frames are enlarged to 128 tokens' worth of pixels."""
+    frames = [Image.effect_noise((60, 60), 60) for _ in range(4)]
+    first = next(encoders(name).encode_video(frames, fps=2))
+    cell = encoders(name).processor.config.cell
+    pixels = first.grid[1] * first.grid[2] * (cell // 2) ** 2
+    assert pixels * (4 if name == "qwen3_vl" else 1) >= 128 * cell**2
+    directory = tmp_path / "limited"
+    shutil.copytree(encoders(name).checkpoint.directory, directory)
+    rules = {"size": {"shortest_edge": 4 * cell**2, "longest_edge": 10**6}}
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(rules))
+    limited = next(Encoder.from_pretrained(directory, dtype="float32").encode_video(frames, fps=2))
+    assert limited.grid == (1, 4, 4)
 
 
 def test_k3_only_when_asked(tmp_path):

@@ -202,8 +202,7 @@ def _write_small_files(checkpoint: HubCheckpoint, parts: list[Part], directory: 
     weight_map = {name: names[stored.shard] for name, stored in checkpoint.tensors.items()}
     files = {
         "model.safetensors.index.json": index_bytes(weight_map, checkpoint.nbytes),
-        "config.json": checkpoint.small_file("config.json", 2**24),
-        "preprocessor_config.json": checkpoint.small_file("preprocessor_config.json", 2**24),
+        **checkpoint.json_files(),
     }
     for name, data in files.items():
         with (directory / name).open("wb") as file:

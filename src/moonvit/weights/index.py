@@ -105,6 +105,13 @@ class Checkpoint:
     def preprocessor(self) -> Mapping[str, Any]:
         return self._json("preprocessor_config.json")
 
+    def json_files(self) -> dict[str, bytes]:
+        """The configuration files by name, those of videos only where there are any."""
+        video = "video_preprocessor_config.json"
+        wanted = ["config.json", "preprocessor_config.json"]
+        wanted += [video] if video in self.file_names() else []
+        return {name: self.small_file(name, 2**24) for name in wanted}
+
     @cached_property
     def names(self) -> NameMap:
         """How the family names its tensors; as K3 where `config.json` is absent or names no family."""
