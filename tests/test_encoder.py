@@ -54,7 +54,7 @@ def test_embeddings_can_train_what_lies_behind(encoder):
 
 
 def test_normalized(encoder):
-    found = encoder.encode(PICTURES[0], normalize_embeddings=True)
+    found = Encoder.from_pretrained(TINY).encode(PICTURES[0], normalize_embeddings=True)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-6)
 
 
@@ -104,7 +104,7 @@ def test_unknown_dtype(dtype):
         Encoder.from_pretrained(TINY, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, "torch.bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, "torch.bfloat16", "bf16"])
 def test_dtype_spellings(dtype):
     assert Encoder.from_pretrained(TINY, dtype=dtype).dtype == torch.bfloat16
 

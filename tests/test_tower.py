@@ -70,7 +70,7 @@ def test_nothing_in_nothing_out(encoder):
         (torch.zeros(9, 3, 14, 14), [(1, 3, 3)], "multiples of 2"),
         (torch.zeros(20, 3, 14, 14), [(5, 2, 2)], "at most 4 frames"),
         (torch.zeros(1028, 3, 14, 14), [(1, 2, 514)], "at most 512"),
-        (torch.zeros(8, 3, 14, 14), None, "expected one grid, found 0"),
+        (torch.zeros(8, 3, 14, 14), None, "grid_thws is missing"),
     ],
 )
 def test_shapes_that_do_not_fit(encoder, pixels, grids, message):

@@ -1,13 +1,13 @@
 """The geometry of a tower and the rules of its pixels, parsed strictly from a checkpoint's JSON.
 
 No field has a default: what a checkpoint leaves out and would change the result is an error. The
-released geometry stands in `moonvit.presets`.
+released geometry stands in `moonvit.presets`; K3's siblings are parsed in `moonvit.configs`.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from moonvit.errors import ConfigError
 from moonvit.fields import Fields
@@ -17,17 +17,17 @@ FLOAT32_EPS = 2.0**-23
 
 MODEL_TYPES = ("kimi_k3",)
 ROPE_THETA = 10000.0
+TIMESTAMP_MODES = ("hh:mm:ss.fff", "mm:ss.fff", "mm:ss")
 MAX_SIDE = 512
 """The reference's rotary table has 512 rows and columns; larger grids are outside the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionConfig:
-    """Geometry of the tower and its projector.
+class TowerConfig:
+    """What the geometry of every family has.
 
-    Sizes are counts of features, except `patch_size` (pixels), `pos_emb_*` (cells of the position
-    table) and `merge_size` (patches along a side of a merged cell). `norm_eps` is the RMS epsilon of
-    the tower, which no checkpoint stores; `projector_eps` is the projector's `projector_ln_eps`.
+    Sizes are counts of features, except `patch_size` (pixels) and `merge_size` (patches along a side of a
+    merged cell). `norm_eps` is the epsilon of the tower's norms, which no checkpoint stores.
     """
 
     model_type: str
@@ -37,38 +37,54 @@ class VisionConfig:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    qkv_hidden_size: int
-    pos_emb_height: int
-    pos_emb_width: int
-    pos_emb_time: int
-    interpolation: str
-    attn_bias: bool
-    linear_bias: bool
-    patch_bias: bool
-    projector_eps: float
     text_hidden_size: int
     norm_eps: float
 
     @property
     def head_dim(self) -> int:
-        """Features of one head: qkv_hidden_size / num_heads, not hidden_size / num_heads."""
-        return self.qkv_hidden_size // self.num_heads
+        """Features of one head."""
+        return self.hidden_size // self.num_heads
 
     @property
     def merged_size(self) -> int:
         """Features of one merged row: merge_size² patches side by side."""
         return self.merge_size**2 * self.hidden_size
 
-    def with_norm_eps(self, norm_eps: float) -> "VisionConfig":
-        """The same geometry with another RMS epsilon; `ConfigError` unless 0 < norm_eps < 1."""
+    def with_norm_eps(self, norm_eps: float) -> Self:
+        """The same geometry with another norm epsilon; `ConfigError` unless 0 < norm_eps < 1."""
         good = isinstance(norm_eps, int | float) and math.isfinite(norm_eps) and 0 < norm_eps < 1
         if not good:
             raise ConfigError(f"norm_eps is {norm_eps!r}, expected a number between 0 and 1")
         return replace(self, norm_eps=float(norm_eps))
 
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig(TowerConfig):
+    """Geometry of a Kimi tower and its projector.
+
+    `pos_emb_*` count the cells of the position table, in time the most frames of a clip. `norm` is
+    "rmsnorm" or "layernorm"; `projector_eps` is the projector's `projector_ln_eps`.
+    """
+
+    qkv_hidden_size: int
+    pos_emb_height: int
+    pos_emb_width: int
+    pos_emb_time: int
+    interpolation: str
+    norm: str
+    attn_bias: bool
+    linear_bias: bool
+    patch_bias: bool
+    projector_eps: float
+
+    @property
+    def head_dim(self) -> int:
+        """Features of one head: qkv_hidden_size / num_heads, not hidden_size / num_heads."""
+        return self.qkv_hidden_size // self.num_heads
+
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], where: str = "config.json") -> "VisionConfig":
-        """The config of a parsed `config.json`; `ConfigError` names field, value and file."""
+        """K3's config from a parsed `config.json`; `ConfigError` names field, value and file."""
         top = Fields(config, where)
         model_type = top.choice("model_type", *MODEL_TYPES)
         vision = top.section("vision_config")
@@ -86,6 +102,7 @@ class VisionConfig:
             pos_emb_width=vision.integer("init_pos_emb_width", 1, 4096),
             pos_emb_time=vision.integer("init_pos_emb_time", 1, 4096),
             interpolation=vision.choice("pos_emb_interpolation_mode", "bilinear", "bicubic"),
+            norm="rmsnorm",
             attn_bias=vision.flag("attn_bias"),
             linear_bias=vision.flag("linear_bias"),
             patch_bias=vision.flag("patch_embed_proj_bias"),
@@ -93,7 +110,7 @@ class VisionConfig:
             text_hidden_size=vision.integer("text_hidden_size", 1, 2**20),
             norm_eps=FLOAT32_EPS,
         )
-        _check_geometry(result, top, vision)
+        check_geometry(result, top, vision)
         return result
 
 
@@ -108,7 +125,8 @@ def _require_k3(vision: Fields) -> None:
     vision.choice("projector_hidden_act", "gelu")
 
 
-def _check_geometry(config: VisionConfig, top: Fields, vision: Fields) -> None:
+def check_geometry(config: VisionConfig, top: Fields, vision: Fields) -> None:
+    """`ConfigError` where sizes cannot go together; field names are the released ones."""
     where = vision.where
     if config.hidden_size % 2:
         raise ConfigError(f"{where}: field 'vt_hidden_size' is {config.hidden_size}, expected an even number")
@@ -145,27 +163,49 @@ class Chessboard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PixelConfig:
-    """How a picture becomes patches.
+class PatchRules:
+    """How every family cuts pixels; `mean` and `std` are for pixels scaled to 0..1."""
 
-    `in_patch_limit` bounds the patches of the resized picture (before padding), `side_limit` those
-    along one side; `mean` and `std` are for pixels scaled to 0..1. `background` is None where
-    transparency is dropped; `fill_before_resize` says when it is filled.
-    """
-
-    in_patch_limit: int
-    side_limit: int
     patch_size: int
     merge_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    background: Chessboard | None
-    fill_before_resize: bool
 
     @property
     def cell(self) -> int:
         """Pixels along a side of one merged cell, which is what one token sees."""
         return self.patch_size * self.merge_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipRules:
+    """How a Kimi checkpoint takes videos.
+
+    `frame_limit` bounds the patches of a frame, `clip_limit` those of a chunk (None: no bound);
+    `sample_fps` frames a second are taken, at most `frames` to a chunk.
+    """
+
+    frame_limit: int
+    clip_limit: int | None
+    sample_fps: float
+    frames: int
+    timestamp_mode: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelConfig(PatchRules):
+    """How a picture becomes patches for a Kimi tower.
+
+    `in_patch_limit` bounds the patches of the resized picture (before padding), `side_limit` those
+    along one side. `background` is None where transparency is dropped; `fill_before_resize` says when
+    it is filled. `clip` is None for a checkpoint that says nothing of videos.
+    """
+
+    in_patch_limit: int
+    side_limit: int
+    background: Chessboard | None
+    fill_before_resize: bool
+    clip: ClipRules | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], where: str = "preprocessor_config.json") -> "PixelConfig":
@@ -185,6 +225,7 @@ class PixelConfig:
             std=media.numbers("image_std", 3, 0.0, 1e3),
             background=_background(media),
             fill_before_resize=stage == "before_resize",
+            clip=_clip(media) if "sample_fps" in media.values else None,
         )
 
 
@@ -201,7 +242,21 @@ def _background(media: Fields) -> Chessboard | None:
     )
 
 
-def check_agreement(vision: VisionConfig, pixels: PixelConfig, where: str) -> None:
+def _clip(media: Fields) -> ClipRules:
+    limits = {"in_patch_limit_each_frame": None, "in_patch_limit_video": None} | dict(media.values)
+    each, whole = limits["in_patch_limit_each_frame"], limits["in_patch_limit_video"]
+    return ClipRules(
+        frame_limit=media.integer(
+            "in_patch_limit" if each is None else "in_patch_limit_each_frame", 1, 2**24
+        ),
+        clip_limit=None if whole is None else media.integer("in_patch_limit_video", 1, 2**30),
+        sample_fps=media.number("sample_fps", 0.0, 1000.0),
+        frames=media.integer("temporal_merge_kernel_size", 1, 64),
+        timestamp_mode=media.choice("timestamp_mode", *TIMESTAMP_MODES),
+    )
+
+
+def check_agreement(vision: TowerConfig, pixels: PatchRules, where: str) -> None:
     """`ConfigError` where the two halves of a checkpoint cut pictures differently."""
     for name in ("patch_size", "merge_size"):
         ours, theirs = getattr(pixels, name), getattr(vision, name)

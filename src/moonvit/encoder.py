@@ -11,12 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from moonvit.config import PixelConfig, VisionConfig, check_agreement
+from moonvit.clips import VideoChunk, video_chunks
+from moonvit.config import TowerConfig
 from moonvit.errors import MoonvitError, NumericsError
+from moonvit.families import family_of
+from moonvit.pixels.base import PictureProcessor, PixelBatch, Prepared
 from moonvit.pixels.decode import Exif, Layout, Limits
-from moonvit.pixels.kimi import KimiProcessor, PixelBatch, Prepared
+from moonvit.pixels.video import open_video
 from moonvit.progress import progress_bar
-from moonvit.towers.kimi_k3 import KimiK3Vision, Tap, no_tap
+from moonvit.towers.base import Features, Tap, VisionModel, no_tap
 from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.load import fingerprint, load_weights, tower_only
 from moonvit.weights.source import Reporter, find_checkpoint
@@ -27,6 +30,7 @@ DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 
 PATCHES_AT_ONCE = 16384
 """Patches of a packed batch, unless one picture alone has more; bounds the memory of `encode`."""
@@ -36,15 +40,15 @@ class Encoder:
     """A vision tower with its projector and picture processor.
 
     Attributes:
-        model: the `nn.Module`, holding `vision_tower` and `mm_projector`; takes float32 pixels.
+        model: the `nn.Module`, tower and projector under the checkpoint's names; takes float32 pixels.
         processor: pictures to `PixelBatch`.
-        config: geometry, with the RMS epsilon in use (`config.norm_eps`).
+        config: geometry, with the norm epsilon in use (`config.norm_eps`).
         checkpoint: where the weights came from, or None.
         tap: receives every stage of `embed` by name; see `moonvit.trace.record`.
     """
 
     def __init__(
-        self, model: KimiK3Vision, processor: KimiProcessor, checkpoint: LocalCheckpoint | None = None
+        self, model: VisionModel, processor: PictureProcessor, checkpoint: LocalCheckpoint | None = None
     ) -> None:
         self.model = model
         self.processor = processor
@@ -73,7 +77,8 @@ class Encoder:
             dtype: of the weights and activations: bfloat16, float16, float32 or float64. Weights stored in
                 that type are memory-mapped; others are converted.
             device: where the model runs.
-            norm_eps: RMS epsilon of the tower, which no checkpoint stores; None is 2^-23, float32's own.
+            norm_eps: epsilon of the tower's norms, which no checkpoint stores; None is the family's: for K3
+                2^-23, float32's own.
             revision: branch, tag or commit of the repository.
             token: for the hub: a string, True for the saved one, False for none.
             cache_dir: where fetched checkpoints are kept; MOONVIT_CACHE, or `moonvit` in HF_HOME.
@@ -95,18 +100,21 @@ class Encoder:
             report=report,
         )
         checkpoint = LocalCheckpoint(directory)
-        config = VisionConfig.from_dict(checkpoint.config, str(directory / "config.json"))
+        family = family_of(checkpoint.config, str(directory / "config.json"))
+        config, pixels = family.read(checkpoint)
         if norm_eps is not None:
             config = config.with_norm_eps(norm_eps)
-        pixels = PixelConfig.from_dict(checkpoint.preprocessor, str(directory / "preprocessor_config.json"))
-        check_agreement(config, pixels, str(directory))
-        with torch.device("meta"):
-            model = KimiK3Vision(config, projector=not tower_only(checkpoint))
+        model = family.empty_model(config, projector=not tower_only(checkpoint))
         load_weights(model, checkpoint, dtype)
-        return cls(model.to(device).eval(), KimiProcessor(pixels, limits), checkpoint)
+        return cls(model.to(device).eval(), family.processor(pixels, limits), checkpoint)
 
     @property
-    def config(self) -> VisionConfig:
+    def family(self) -> str:
+        """Which family the tower is of, such as "kimi_k3"; see `moonvit.families`."""
+        return self.model.config.model_type
+
+    @property
+    def config(self) -> TowerConfig:
         return self.model.config
 
     @property
@@ -140,13 +148,13 @@ class Encoder:
         """Embeddings of one picture, or of each picture of a list or tuple, in order.
 
         Args:
-            images: paths, bytes, data URLs, PIL images or arrays; see `KimiProcessor`.
+            images: paths, bytes, data URLs, PIL images or arrays; see `PictureProcessor`.
             batch_size: pictures packed into one pass at most; large ones are split up further.
             show_progress_bar: on stderr.
             convert_to_numpy: give float32 numpy arrays.
             convert_to_tensor: give torch tensors in the model's dtype on its device; goes before
                 convert_to_numpy.
-            normalize_embeddings: scale every token to length 1.
+            normalize_embeddings: scale every token to length 1, in float32.
             max_tokens: for each picture, lowers the checkpoint's budget.
             exif: "apply" or "ignore" a picture's orientation.
             layout: "HWC" or "CHW", for arrays of three dimensions.
@@ -168,7 +176,7 @@ class Encoder:
         with bar:
             for group in grouped(prepared, batch_size):
                 for embedding in self.embed(self.processor.pack(group)):
-                    embedding = F.normalize(embedding, dim=-1) if normalize_embeddings else embedding
+                    embedding = unit_length(embedding) if normalize_embeddings else embedding
                     results.append(
                         as_numpy(embedding) if convert_to_numpy and not convert_to_tensor else embedding
                     )
@@ -177,19 +185,47 @@ class Encoder:
 
     def embed(self, batch: PixelBatch) -> list[Tensor]:
         """Embeddings of a prepared batch, without gradients; `NumericsError` if any is not finite."""
+        return self.features(batch).embeddings
+
+    def features(self, batch: PixelBatch) -> Features:
+        """`embed`, with what the family gives beside the embeddings: Qwen3-VL's `deepstack`."""
         with torch.no_grad():
-            embeddings: list[Tensor] = self.model(
-                batch.pixel_values.to(self.device), batch.grid_thws, tap=self.tap
-            )
-        for number, embedding in enumerate(embeddings):
-            if not bool(torch.isfinite(embedding).all()):
-                raise NumericsError(
-                    f"picture {number} of the batch: {self.dtype} overflowed in the tower".replace(
-                        "torch.", ""
-                    ),
-                    "use bfloat16 or float32",
-                )
-        return embeddings
+            features = self.model.run(batch.pixel_values.to(self.device), batch.grid_thws, tap=self.tap)
+        for per_picture in (features.embeddings, *features.deepstack):
+            for number, values in enumerate(per_picture):
+                if not bool(torch.isfinite(values).all()):
+                    dtype = str(self.dtype).removeprefix("torch.")
+                    raise NumericsError(
+                        f"picture {number} of the batch: {dtype} overflowed in the tower",
+                        "use bfloat16 or float32",
+                    )
+        return features
+
+    def encode_video(
+        self,
+        video: Any,
+        *,
+        fps: float | None = None,
+        exif: Exif = "apply",
+        layout: Layout | None = None,
+        experimental: bool = False,
+    ) -> Iterator[VideoChunk]:
+        """The chunks of a video, each with its embeddings and timestamp, as they are computed.
+
+        Args:
+            video: the path of a file (needs the extra `video`), or a list of frames, which may be
+                anything that `encode` takes.
+            fps: frames a second of a list of frames.
+            exif: "apply" or "ignore" the orientation of the video or its frames.
+            layout: of frames that are arrays of three dimensions.
+            experimental: K3's own processor takes pictures only; True cuts clips as K2.5 does.
+
+        Raises:
+            ImageError: for a broken video.
+            MoonvitError: for a family without videos, and where PyAV is not installed.
+        """
+        opened = open_video(video, fps=fps, limits=self.processor.limits, exif=exif, layout=layout)
+        return video_chunks(self, opened, experimental)
 
     def count_tokens(
         self, image: Any, *, max_tokens: int | None = None, exif: Exif = "apply", layout: Layout | None = None
@@ -200,7 +236,7 @@ class Encoder:
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """The torch dtype by name; `ValueError` for one that a tower does not run in."""
-    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    found = DTYPES.get(_SHORT.get(dtype, dtype).removeprefix("torch.")) if isinstance(dtype, str) else dtype
     if found is None or found not in DTYPES.values():
         raise MoonvitError(f"dtype is {dtype!s}, expected one of {', '.join(DTYPES)}")
     return found
@@ -211,8 +247,13 @@ def as_device(device: str | torch.device) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch raises either where a backend is absent
-        reason = str(error).splitlines()[0]
-        raise MoonvitError(f"device is {device!s}: {reason}", "moonvit doctor lists the devices") from error
+        hint = "cpu always works; moonvit doctor lists the others"
+        raise MoonvitError(f"device {device!s} is not there or has no such name", hint) from error
+
+
+def unit_length(embedding: Tensor) -> Tensor:
+    """Every token scaled to length 1, in float32 at least."""
+    return F.normalize(embedding.to(torch.promote_types(embedding.dtype, torch.float32)), dim=-1)
 
 
 def as_numpy(embedding: Tensor) -> NDArray[np.float32]:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 
 import click
 
@@ -10,15 +9,20 @@ from moonvit.cli import fail, one_line, options
 from moonvit.cli.sources import expand
 from moonvit.config import PixelConfig
 from moonvit.errors import ImageError
-from moonvit.fields import read_json
-from moonvit.pixels.decode import Limits, describe, image_size
-from moonvit.pixels.plan import ImagePlan, plan_image
+from moonvit.families import FAMILIES, family_of
+from moonvit.fields import parse_json
+from moonvit.pixels.base import PictureProcessor
+from moonvit.pixels.decode import Exif, Limits, describe
+from moonvit.pixels.kimi import KimiProcessor
+from moonvit.pixels.plan import ImagePlan
 from moonvit.presets import preprocessor_config
+from moonvit.weights.source import small_files
 
 
 @click.command("count")
 @click.argument("images", nargs=-1, required=True, metavar="IMG...")
-@click.option("--model", metavar="M", help="Directory of a checkpoint. [default: K3's released limits]")
+@click.option("--model", metavar="M", help="Checkpoint or repository. [default: K3's released limits]")
+@options.revision
 @options.max_tokens
 @options.max_pixels
 @options.max_bytes
@@ -27,6 +31,7 @@ from moonvit.presets import preprocessor_config
 def command(
     images: tuple[str, ...],
     model: str | None,
+    revision: str | None,
     max_tokens: int | None,
     max_pixels: int | None,
     max_bytes: int | None,
@@ -34,14 +39,14 @@ def command(
     kind: str,
 ) -> None:
     """Count the tokens of pictures; only their headers are read."""
-    config = _pixel_config(model)
     limits = Limits(max_pixels=max_pixels or Limits.max_pixels, max_bytes=max_bytes or Limits.max_bytes)
+    processor = _processor(model, revision, limits)
     plans: list[tuple[str, ImagePlan]] = []
     failures: list[dict[str, str]] = []
     for source in expand(images):
         try:
-            size = image_size(source, limits=limits, exif="apply" if exif == "apply" else "ignore")
-            plans.append((describe(source), plan_image(*size, config, max_tokens)))
+            turned: Exif = "apply" if exif == "apply" else "ignore"
+            plans.append((describe(source), processor.plan(source, max_tokens=max_tokens, exif=turned)))
         except ImageError as error:
             failures.append({"source": describe(source), "error": one_line(error)})
             fail(one_line(error))
@@ -49,11 +54,15 @@ def command(
     sys.exit(1 if failures else 0)
 
 
-def _pixel_config(model: str | None) -> PixelConfig:
+def _processor(model: str | None, revision: str | None, limits: Limits) -> PictureProcessor:
+    """The processor of that checkpoint's family; of K3 where there is no `config.json` beside its rules."""
     if model is None:
-        return PixelConfig.from_dict(preprocessor_config())
-    path = Path(model) / "preprocessor_config.json"
-    return PixelConfig.from_dict(read_json(path), str(path))
+        return KimiProcessor(PixelConfig.from_dict(preprocessor_config()), limits)
+    files = small_files(model, revision)
+    rules, geometry = files["preprocessor_config.json"], files.get("config.json")
+    family = family_of(parse_json(geometry, f"{model}/config.json")) if geometry is not None else FAMILIES[0]
+    where = f"{model}/preprocessor_config.json"
+    return family.processor(family.pixels(parse_json(rules, where), where), limits)
 
 
 def _report(plans: list[tuple[str, ImagePlan]], failures: list[dict[str, str]], kind: str) -> None:

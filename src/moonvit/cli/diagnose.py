@@ -12,11 +12,12 @@ from moonvit.cli import options
 from moonvit.cli.compare import parse_grids
 from moonvit.cli.inputs import Given, given_pictures, picture_options
 from moonvit.encoder import Encoder
-from moonvit.errors import ConfigError, MoonvitError
+from moonvit.errors import MoonvitError
 from moonvit.ops.grid import Grid, as_grids, lengths
 from moonvit.trace.budgets import ROUNDING
 from moonvit.trace.diagnose import diagnose
 from moonvit.trace.dump import Dump, DumpError, parse_renames
+from moonvit.trace.known import known_tower
 from moonvit.trace.layout import to_raster
 from moonvit.trace.pixelways import PixelWays
 from moonvit.trace.text import diagnosis_document, diagnosis_lines
@@ -85,14 +86,10 @@ def machine_for(
     encoder: Encoder, pixels: torch.Tensor, grids: list[Grid], given: Given | None = None
 ) -> Machine:
     """The right tower in float64 on those pixels; `ConfigError` for one that cannot be diagnosed."""
-    config = encoder.config
-    if encoder.checkpoint is None or config.attn_bias or config.linear_bias or config.patch_bias:
-        raise ConfigError("diagnose knows towers without biases, loaded from a checkpoint")
-    if config.model_type != "kimi_k3":
-        raise ConfigError(f"diagnose knows kimi_k3 only, this is {config.model_type}")
+    config, rules, checkpoint = known_tower(encoder, "diagnose")
     pictures, tokens = (given.pictures, given.max_tokens) if given else ((), None)
-    ways = PixelWays(pixels.double(), grids, encoder.processor.config, pictures, tokens)
-    return Machine(config, Float64Weights(encoder.checkpoint), grids, ways)
+    ways = PixelWays(pixels.double(), grids, rules, pictures, tokens)
+    return Machine(config, Float64Weights(checkpoint), grids, ways)
 
 
 def _pixels(

@@ -17,8 +17,9 @@ from moonvit.cli.progress import bar, fetch_bar
 from moonvit.cli.sources import expand
 from moonvit.encoder import Encoder, grouped
 from moonvit.errors import ImageError
-from moonvit.pixels.decode import Limits, describe
-from moonvit.pixels.kimi import Prepared
+from moonvit.pixels.base import Prepared
+from moonvit.pixels.decode import Exif, Limits, describe
+from moonvit.pixels.video import SUFFIXES as VIDEO_SUFFIXES
 from moonvit.weights.writer import SafetensorsWriter
 
 
@@ -32,6 +33,7 @@ class Row:
     grid_thw: list[int]
     size: list[int]
     name: str | None
+    timestamp: str | None = None
 
 
 @dataclass
@@ -75,6 +77,7 @@ class Job:
     show_default=True,
     help="Type in the output: float32, or the model's own.",
 )
+@click.option("--experimental", is_flag=True, help="Take videos with K3, cut into clips as K2.5 does.")
 @options.output_format("human", "json", "quiet")
 def command(
     images: tuple[str, ...],
@@ -90,11 +93,13 @@ def command(
     exif: str,
     batch_size: int,
     store: str,
+    experimental: bool,
     kind: str,
 ) -> None:
     """Encode pictures into embeddings for the text model.
 
-    IMG is a file, a directory, a pattern or a data URL. A picture that cannot be read is reported and the
+    IMG is a file, a directory, a pattern or a data URL; videos by name (.mp4, .mov, .mkv, .webm, .avi) give
+    one row for each timestamped chunk, behind the pictures. A picture that cannot be read is reported and the
     rest is done; the exit code is then 1.
     """
     began = time.perf_counter()
@@ -111,12 +116,16 @@ def command(
     loaded = time.perf_counter()
     job = Job(encoder, [], [])
     sources = expand(images)
+    videos = [source for source in sources if Path(source).suffix.lower() in VIDEO_SUFFIXES]
+    sources = [source for source in sources if source not in videos]
     how = {"max_tokens": max_tokens, "exif": exif}
     if output is None:
         _run(job, sources, how, batch_size, store, kind, None)
+        _run_videos(job, videos, exif, experimental, store, None)
     else:
         with SafetensorsWriter(output, reserve=4096 + 256 * len(sources)) as writer:
             _run(job, sources, how, batch_size, store, kind, writer)
+            _run_videos(job, videos, exif, experimental, store, writer)
             _write_tables(job, writer, {**how, "store": store})
     seconds = {"load": loaded - began, "encode": time.perf_counter() - loaded}
     _report(job, seconds, output, kind)
@@ -135,13 +144,13 @@ def _run(
     names: list[str] = []
     with bar(len(sources), "picture", kind != "quiet" and len(sources) > 1) as shown:
         for group in grouped(job.prepared(sources, names, **how), batch_size):
-            for picture, embedding in zip(
-                group, job.encoder.embed(job.encoder.processor.pack(group)), strict=True
-            ):
+            features = job.encoder.features(job.encoder.processor.pack(group))
+            for place, (picture, embedding) in enumerate(zip(group, features.embeddings, strict=True)):
                 number = len(job.rows)
-                name = f"embeddings/{number}" if writer else None
                 if writer:
-                    writer.add(f"embeddings/{number}", embedding.float() if store == "float32" else embedding)
+                    _write(writer, f"embeddings/{number}", embedding, store)
+                    for layer, rows in enumerate(features.deepstack):
+                        _write(writer, f"deepstack/{layer}/{number}", rows[place], store)
                 plan = picture.plan
                 job.rows.append(
                     Row(
@@ -150,10 +159,42 @@ def _run(
                         shape=list(embedding.shape),
                         grid_thw=list(plan.grid),
                         size=[plan.width, plan.height],
-                        name=name,
+                        name=f"embeddings/{number}" if writer else None,
                     )
                 )
             shown.update(len(group))
+
+
+def _run_videos(
+    job: Job, videos: list[str], exif: str, experimental: bool, store: str, writer: SafetensorsWriter | None
+) -> None:
+    turned: Exif = "apply" if exif == "apply" else "ignore"
+    for source in videos:
+        try:
+            for chunk in job.encoder.encode_video(source, exif=turned, experimental=experimental):
+                number = len(job.rows)
+                if writer:
+                    _write(writer, f"embeddings/{number}", chunk.embeddings, store)
+                    for layer, rows in enumerate(chunk.deepstack):
+                        _write(writer, f"deepstack/{layer}/{number}", rows, store)
+                job.rows.append(
+                    Row(
+                        source=source,
+                        tokens=len(chunk.embeddings),
+                        shape=list(chunk.embeddings.shape),
+                        grid_thw=list(chunk.grid),
+                        size=list(chunk.size),
+                        name=f"embeddings/{number}" if writer else None,
+                        timestamp=chunk.timestamp,
+                    )
+                )
+        except ImageError as error:
+            job.failures.append((source, one_line(error)))
+            fail(one_line(error))
+
+
+def _write(writer: SafetensorsWriter, name: str, values: torch.Tensor, store: str) -> None:
+    writer.add(name, values.float() if store == "float32" else values)
 
 
 def _write_tables(job: Job, writer: SafetensorsWriter, how: dict[str, Any]) -> None:
@@ -165,8 +206,10 @@ def _write_tables(job: Job, writer: SafetensorsWriter, how: dict[str, Any]) -> N
     encoder = job.encoder
     writer.metadata.update(
         sources=json.dumps([row.source for row in job.rows]),
+        timestamps=json.dumps([row.timestamp for row in job.rows]),
         failures=json.dumps([{"source": source, "error": error} for source, error in job.failures]),
         model=encoder.fingerprint,
+        family=encoder.family,
         norm_eps=repr(encoder.config.norm_eps),
         dtype=str(encoder.dtype).removeprefix("torch."),
         version=__version__,
@@ -190,8 +233,9 @@ def _report(job: Job, seconds: dict[str, float], output: Path | None, kind: str)
             t, h, w = row.grid_thw
             place = f"  {row.name}" if row.name else ""
             width, height = row.size
+            when = f"  at {row.timestamp}" if row.timestamp else ""
             click.echo(
-                f"{row.source}  {width}x{height}  grid {t}x{h}x{w}  "
+                f"{row.source}{when}  {width}x{height}  grid {t}x{h}x{w}  "
                 f"{row.tokens} tokens  shape {row.shape}{place}"
             )
         failed = f", {len(job.failures)} failed" if job.failures else ""

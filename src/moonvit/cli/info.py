@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from moonvit.cli import options, printable
-from moonvit.config import PixelConfig, VisionConfig, check_agreement
+from moonvit.config import PatchRules, TowerConfig, check_agreement
 from moonvit.errors import ConfigError
-from moonvit.towers.kimi_k3 import KimiK3Vision
+from moonvit.families import family_of
 from moonvit.weights.checkpoint import LocalCheckpoint
-from moonvit.weights.load import checkpoint_faults, expected_shapes, tower_only
+from moonvit.weights.load import checkpoint_faults, stored_shapes, tower_only
 from moonvit.weights.source import find_checkpoint
 
 
@@ -42,13 +41,14 @@ def describe_checkpoint(directory: Path) -> dict[str, Any]:
     vision, pixels = _configs(checkpoint, faults)
     expected: dict[str, tuple[int, ...]] = {}
     if vision is not None:
-        with torch.device("meta"):
-            expected = expected_shapes(KimiK3Vision(vision, projector=not tower_only(checkpoint)))
+        model = family_of(checkpoint.config).empty_model(vision, projector=not tower_only(checkpoint))
+        expected = stored_shapes(model, checkpoint)
         faults += checkpoint_faults(checkpoint, expected)
     else:
         faults += checkpoint.faults
     return {
         "path": str(directory),
+        "family": vision.model_type if vision else None,
         "geometry": asdict(vision) | {"head_dim": vision.head_dim} if vision else None,
         "preprocessor": asdict(pixels) if pixels else None,
         "tensors": {"found": len(checkpoint.tensors), "expected": len(expected) or None},
@@ -61,16 +61,19 @@ def describe_checkpoint(directory: Path) -> dict[str, Any]:
     }
 
 
-def _configs(
-    checkpoint: LocalCheckpoint, faults: list[str]
-) -> tuple[VisionConfig | None, PixelConfig | None]:
+def _configs(checkpoint: LocalCheckpoint, faults: list[str]) -> tuple[TowerConfig | None, PatchRules | None]:
     vision = pixels = None
     try:
-        vision = VisionConfig.from_dict(checkpoint.config, "config.json")
+        family = family_of(checkpoint.config)
+    except ConfigError as error:
+        faults.append(str(error))
+        return None, None
+    try:
+        vision = family.vision(checkpoint.config, "config.json")
     except ConfigError as error:
         faults.append(str(error))
     try:
-        pixels = PixelConfig.from_dict(checkpoint.preprocessor, "preprocessor_config.json")
+        pixels = family.pixels(checkpoint.preprocessor, "preprocessor_config.json")
         if vision is not None:
             check_agreement(vision, pixels, checkpoint.directory.name)
     except ConfigError as error:

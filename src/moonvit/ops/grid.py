@@ -16,10 +16,10 @@ def as_grids(grid_thws: Any) -> list[Grid]:
     Two columns are (h, w) of still pictures. Reading a tensor from another device waits for it: call
     this once a forward pass.
     """
-    rows = grid_thws.tolist() if hasattr(grid_thws, "tolist") else [list(row) for row in grid_thws]
+    rows = grid_thws.tolist() if hasattr(grid_thws, "tolist") else list(grid_thws)
     grids = []
     for row in rows:
-        if not isinstance(row, list) or len(row) not in (2, 3):
+        if not isinstance(row, list | tuple) or len(row) not in (2, 3):
             raise ValueError(f"grid_thws: expected shape [n, 3] or [n, 2], found the row {row!r}")
         if any(isinstance(side, bool) or side != int(side) or side < 1 for side in row):
             raise ValueError(f"grid_thws: expected whole numbers above 0, found {row!r}")
@@ -61,3 +61,15 @@ def block_order(grids: Sequence[Grid], size: int) -> Tensor:
 def raster_order(grids: Sequence[Grid], size: int) -> Tensor:
     """The inverse of `block_order`: `x_ND[raster_order(...)]` turns block order into raster order."""
     return torch.argsort(block_order(grids, size))
+
+
+def frame_lengths(grids: Sequence[Grid]) -> list[int]:
+    """Patches of each single frame, where attention does not reach over frames."""
+    return [h * w for t, h, w in grids for _ in range(t)]
+
+
+def block_positions(h: int, w: int, size: int) -> tuple[Tensor, Tensor]:
+    """`raster_positions` in merge-block order."""
+    order = block_order([(1, h, w)], size)
+    rows, columns = raster_positions(h, w)
+    return rows[order], columns[order]

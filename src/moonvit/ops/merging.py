@@ -16,3 +16,8 @@ def merge_cells(x_LD: Tensor, grid: Grid, size: int) -> Tensor:
     pooled = cells.mean(dim=0) if t > 1 else cells[0]
     merged: Tensor = pooled.transpose(1, 2).reshape(h * w // size**2, -1)
     return merged
+
+
+def merge_blocks(x_ND: Tensor, size: int) -> Tensor:
+    """Each run of size² patches as one row, [N/size², size²·D]: `merge_cells` for merge-block order."""
+    return x_ND.reshape(-1, size**2 * x_ND.shape[-1])

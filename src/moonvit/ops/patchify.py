@@ -33,3 +33,21 @@ def normalized_patches(
         np.divide(cut, np.float32(255), out=target, dtype=np.float32)
         np.subtract(target, mean_C11, out=target)
         np.divide(target, std_C11, out=target)
+
+
+def block_patches(frames: NDArray[np.float32], patch: int, size: int, temporal: int) -> NDArray[np.float32]:
+    """Frames [frames, 3, height, width] as flat patches in merge-block order.
+
+    Returns [t·h·w, 3·temporal·patch²], each row (channel, frame, row, column), where t = frames/temporal;
+    an odd rest is filled with the last frame.
+    """
+    short = -len(frames) % temporal
+    if short:
+        frames = np.concatenate([frames, np.repeat(frames[-1:], short, axis=0)])
+    count, channels, height, width = frames.shape
+    cut = frames.reshape(
+        count // temporal, temporal, channels,
+        height // patch // size, size, patch, width // patch // size, size, patch,
+    )  # fmt: skip
+    ordered = cut.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return np.ascontiguousarray(ordered).reshape(-1, channels * temporal * patch**2)

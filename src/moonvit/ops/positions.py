@@ -11,16 +11,19 @@ from moonvit.ops.grid import Grid
 TIME_THETA = 10000.0
 
 
-def resample_table(table_hwD: Tensor, h: int, w: int, mode: str, dtype: torch.dtype) -> Tensor:
-    """The [height, width, D] table at h×w half-pixel centres, `dtype` [h·w, D].
+def resample_table(
+    table_hwD: Tensor, h: int, w: int, mode: str, dtype: torch.dtype, align_corners: bool = False
+) -> Tensor:
+    """The [height, width, D] table at h×w points in raster order, `dtype` [h·w, D].
 
+    The points are half-pixel centres or, with `align_corners` (Qwen3-VL), run from corner to corner.
     `mode` is "bilinear" or "bicubic"; there is no antialias and edges are clamped. A table of that very
     size is taken untouched.
     """
     table_hwD = table_hwD.to(dtype)
     if table_hwD.shape[:2] != (h, w):
         planes = table_hwD.permute(2, 0, 1)[None]
-        planes = F.interpolate(planes, size=(h, w), mode=mode, align_corners=False, antialias=False)
+        planes = F.interpolate(planes, size=(h, w), mode=mode, align_corners=align_corners, antialias=False)
         table_hwD = planes[0].permute(1, 2, 0)
     return table_hwD.flatten(0, 1)
 

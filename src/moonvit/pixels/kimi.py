@@ -1,121 +1,93 @@
-"""The Kimi K3 picture processor: resize, composite, pad, normalise, cut; bit-equal to the model's own."""
+"""The Kimi picture processors: resize, composite, pad, normalise, cut; bit-equal to the models' own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from PIL import Image
-from torch import Tensor
+from PIL import Image, ImageOps
 
-from moonvit.config import Chessboard, PixelConfig
+from moonvit.config import Chessboard, ClipRules, PixelConfig
 from moonvit.errors import ImageError
 from moonvit.ops.patchify import normalized_patches
-from moonvit.pixels.decode import Exif, Layout, Limits, describe, image_size, read_image
-from moonvit.pixels.plan import ImagePlan, plan_image
+from moonvit.pixels.base import PictureProcessor, PixelBatch, Prepared
+from moonvit.pixels.decode import Limits
+from moonvit.pixels.plan import ImagePlan, plan_image, plan_kimi_vl
+
+__all__ = [
+    "KimiProcessor",
+    "KimiVLProcessor",
+    "PixelBatch",
+    "Prepared",
+    "chessboard",
+    "composite",
+    "opaque_pixels",
+]
 
 _ROWS = 256  # rows composited at once, so that the float copies stay small
 
 
-@dataclass(frozen=True)
-class PixelBatch:
-    """Pictures as a tower takes them.
+class KimiProcessor(PictureProcessor):
+    """The processor of Kimi K3, K2.5 and K2.6."""
 
-    Attributes:
-        pixel_values: float32 [N, 3, patch, patch], raster order, pictures one behind the other.
-        grid_thws: int64 [n, 3], (t, h, w) in patches.
-        sizes: (width, height) in pixels before resizing, upright; the size that the prompt names.
-    """
-
-    pixel_values: Tensor
-    grid_thws: Tensor
-    sizes: list[tuple[int, int]]
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """One picture, resized and free of transparency, not yet cut: uint8 [height, width, 3]."""
-
-    pixels: NDArray[np.uint8]
-    plan: ImagePlan
-
-
-class KimiProcessor:
-    """Turns pictures into a `PixelBatch` by a checkpoint's rules.
-
-    Holds no state between calls. `limits` bound what is decoded at all.
-    """
+    config: PixelConfig
 
     def __init__(self, config: PixelConfig, limits: Limits | None = None) -> None:
+        super().__init__(limits)
         self.config = config
-        self.limits = limits or Limits()
 
-    def __call__(
-        self,
-        images: Any,
-        *,
-        max_tokens: int | None = None,
-        exif: Exif = "apply",
-        layout: Layout | None = None,
-    ) -> PixelBatch:
-        """The batch for one picture or a list of them.
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        return (3, self.config.patch_size, self.config.patch_size)
 
-        Args:
-            images: what `moonvit.pixels.decode.read_image` takes, or a list or tuple of such.
-            max_tokens: for each picture, lowers the checkpoint's budget.
-            exif: "apply" turns pictures upright, "ignore" leaves them as stored (the reference's way).
-            layout: "HWC" or "CHW", for arrays of three dimensions.
+    def plan_size(self, width: int, height: int, max_tokens: int | None = None) -> ImagePlan:
+        """See `plan_image`."""
+        return plan_image(width, height, self.config, max_tokens)
 
-        Raises:
-            ImageError: for a picture that cannot be read or is over a limit.
-        """
-        sources = list(images) if isinstance(images, list | tuple) else [images]
-        prepared = [self.prepare(s, max_tokens=max_tokens, exif=exif, layout=layout) for s in sources]
-        return self.pack(prepared)
+    def opaque(self, picture: Image.Image, plan: ImagePlan) -> NDArray[np.uint8]:
+        """See `opaque_pixels`."""
+        return opaque_pixels(picture, plan, self.config)
 
-    def prepare(
-        self, image: Any, *, max_tokens: int | None = None, exif: Exif = "apply", layout: Layout | None = None
-    ) -> Prepared:
-        """One picture decoded, resized and composited."""
-        picture = read_image(image, limits=self.limits, exif=exif, layout=layout)
-        plan = plan_image(*picture.size, self.config, max_tokens)
-        try:
-            return Prepared(opaque_pixels(picture, plan, self.config), plan)
-        except (ValueError, OSError) as error:
+    def clip(self, frames: Sequence[Image.Image], rules: ClipRules) -> Prepared:
+        """A chunk of at most `rules.frames` frames, all at the size that the first one gets."""
+        limit = rules.frame_limit
+        if rules.clip_limit is not None:
+            limit = min(max(1, round(rules.clip_limit / len(frames))), limit)
+        plan = plan_image(*frames[0].size, replace(self.config, in_patch_limit=limit))
+        plan = replace(plan, grid=(len(frames), *plan.grid[1:]))
+        return Prepared(np.stack([self.opaque(frame, plan) for frame in frames]), plan)
+
+    def cut(self, prepared: Prepared, out: NDArray[np.float32]) -> None:
+        """See `normalized_patches`; frames of a clip come one behind the other."""
+        config = self.config
+        t, h, w = prepared.plan.grid
+        frames = prepared.pixels.reshape(t, *prepared.pixels.shape[-3:])
+        for frame, rows in zip(frames, out.reshape(t, h * w, *self.patch_shape), strict=True):
+            normalized_patches(frame, (h, w), config.patch_size, config.mean, config.std, rows)
+
+
+class KimiVLProcessor(KimiProcessor):
+    """The processor of Kimi-VL: no limit along a side but a refusal, RGB after resizing and padding."""
+
+    def plan_size(self, width: int, height: int, max_tokens: int | None = None) -> ImagePlan:
+        """Truncated sides under `in_token_limit`; `ImageError` where the grid has 512 patches or more."""
+        plan = plan_kimi_vl(width, height, self.config)
+        if max_tokens is not None and plan.tokens > max_tokens:
+            plan = plan_image(width, height, self.config, max_tokens)
+        _, h, w = plan.grid
+        if max(h, w) > self.config.side_limit:
             raise ImageError(
-                f"{describe(image)}: mode {picture.mode} cannot be converted: {error}"
-            ) from error
-
-    def pack(self, prepared: Sequence[Prepared]) -> PixelBatch:
-        """Normalise and cut prepared pictures into one batch."""
-        patch = self.config.patch_size
-        total = sum(p.plan.patches for p in prepared)
-        pixel_values = torch.empty((total, 3, patch, patch), dtype=torch.float32, device="cpu")
-        out = pixel_values.numpy()
-        start = 0
-        for picture in prepared:
-            stop = start + picture.plan.patches
-            _, h, w = picture.plan.grid
-            normalized_patches(
-                picture.pixels, (h, w), patch, self.config.mean, self.config.std, out[start:stop]
+                f"{width}x{height} makes {w}x{h} patches, the limit is {self.config.side_limit} a side",
+                "give it smaller",
             )
-            start = stop
-        grids = [picture.plan.grid for picture in prepared]
-        grid_thws = torch.tensor(grids, dtype=torch.int64, device="cpu").reshape(-1, 3)
-        sizes = [(picture.plan.width, picture.plan.height) for picture in prepared]
-        return PixelBatch(pixel_values, grid_thws, sizes)
+        return plan
 
-    def plan(
-        self, image: Any, *, max_tokens: int | None = None, exif: Exif = "apply", layout: Layout | None = None
-    ) -> ImagePlan:
-        """Sizes and tokens of one picture, from its header alone."""
-        size = image_size(image, limits=self.limits, exif=exif, layout=layout)
-        return plan_image(*size, self.config, max_tokens)
+    def opaque(self, picture: Image.Image, plan: ImagePlan) -> NDArray[np.uint8]:
+        """Resized and padded in the picture's own mode, then `convert("RGB")`."""
+        if picture.size != (plan.new_width, plan.new_height):
+            picture = picture.resize((plan.new_width, plan.new_height), Image.Resampling.BICUBIC)
+        padded = ImageOps.expand(picture, (0, 0, plan.pad_width, plan.pad_height), 0)
+        return np.asarray(padded.convert("RGB"))
 
 
 def opaque_pixels(picture: Image.Image, plan: ImagePlan, config: PixelConfig) -> NDArray[np.uint8]:

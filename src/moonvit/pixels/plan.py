@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from moonvit.config import PixelConfig
+from moonvit.config import PatchRules, PixelConfig
 from moonvit.ops.grid import Grid
 
 
@@ -42,12 +42,18 @@ def plan_image(width: int, height: int, config: PixelConfig, max_tokens: int | N
 
 
 def _plan(width: int, height: int, config: PixelConfig) -> ImagePlan:
-    patch, cell = config.patch_size, config.cell
+    patch = config.patch_size
     longest = config.side_limit * patch
     patches = max(1, width // patch) * max(1, height // patch)
     scale = min(1.0, math.sqrt(config.in_patch_limit / patches), longest / width, longest / height)
     new_width = min(max(1, int(width * scale)), longest)
     new_height = min(max(1, int(height * scale)), longest)
+    return padded_plan(width, height, new_width, new_height, config)
+
+
+def padded_plan(width: int, height: int, new_width: int, new_height: int, config: PatchRules) -> ImagePlan:
+    """The plan of a resize to those sides and padding to whole cells."""
+    patch, cell = config.patch_size, config.cell
     pad_width, pad_height = -new_width % cell, -new_height % cell
     h, w = (new_height + pad_height) // patch, (new_width + pad_width) // patch
     return ImagePlan(
@@ -60,6 +66,13 @@ def _plan(width: int, height: int, config: PixelConfig) -> ImagePlan:
         grid=(1, h, w),
         tokens=h * w // config.merge_size**2,
     )
+
+
+def plan_kimi_vl(width: int, height: int, config: PixelConfig) -> ImagePlan:
+    """Kimi-VL's plan: scaled down where whole patches exceed the budget; sides are not limited."""
+    patches = (width // config.patch_size) * (height // config.patch_size)
+    scale = math.sqrt(config.in_patch_limit / patches) if patches > config.in_patch_limit else 1.0
+    return padded_plan(width, height, max(1, int(width * scale)), max(1, int(height * scale)), config)
 
 
 def _fitting_plan(width: int, height: int, config: PixelConfig, max_tokens: int) -> ImagePlan:

@@ -5,27 +5,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moonvit.config import MAX_SIDE, VisionConfig
+from moonvit.config import MAX_SIDE, TowerConfig, VisionConfig
 from moonvit.errors import NumericsError
 from moonvit.ops.grid import Grid, as_grids, lengths
 
 
-def checked_grids(pixel_values: Tensor, grid_thws: Any, config: VisionConfig) -> list[Grid]:
+def checked_kimi_grids(pixel_values: Tensor, grid_thws: Any, config: VisionConfig) -> list[Grid]:
+    """`checked_grids` for patches [N, 3, patch, patch] and clips no longer than the time table."""
+    patch = config.patch_size
+    return checked_grids(pixel_values, grid_thws, config, (3, patch, patch), config.pos_emb_time)
+
+
+def checked_grids(
+    pixel_values: Tensor,
+    grid_thws: Any,
+    config: TowerConfig,
+    patch_shape: tuple[int, ...],
+    max_frames: int | None = None,
+    max_side: int | None = MAX_SIDE,
+) -> list[Grid]:
     """The grids as integers, after checking that they fit the pixels and the tower.
 
     Raises `ValueError` naming the argument and both numbers, `NumericsError` for pixels that are not
     finite. This is the one place of a forward pass that waits for the device.
     """
     grids = as_grids(grid_thws)
-    patch = config.patch_size
-    if pixel_values.ndim != 4 or pixel_values.shape[1:] != (3, patch, patch):
-        raise ValueError(
-            f"pixel_values: expected shape [N, 3, {patch}, {patch}], found {list(pixel_values.shape)}"
-        )
+    if pixel_values.shape[1:] != patch_shape:
+        expected_shape = ", ".join(["N", *map(str, patch_shape)])
+        raise ValueError(f"pixel_values: expected shape [{expected_shape}], found {list(pixel_values.shape)}")
     if not pixel_values.is_floating_point():
         raise ValueError(f"pixel_values: expected a floating-point type, found {pixel_values.dtype}")
     for grid in grids:
-        _check_grid(grid, config)
+        _check_grid(grid, config.merge_size, max_frames, max_side)
     expected = sum(lengths(grids))
     if pixel_values.shape[0] != expected:
         raise ValueError(
@@ -35,18 +46,14 @@ def checked_grids(pixel_values: Tensor, grid_thws: Any, config: VisionConfig) ->
     return grids
 
 
-def _check_grid(grid: Grid, config: VisionConfig) -> None:
+def _check_grid(grid: Grid, merge_size: int, max_frames: int | None, max_side: int | None) -> None:
     t, h, w = grid
-    if h % config.merge_size or w % config.merge_size:
-        raise ValueError(
-            f"grid_thws: height and width must be multiples of {config.merge_size}, found {list(grid)}"
-        )
-    if t > config.pos_emb_time:
-        raise ValueError(
-            f"grid_thws: at most {config.pos_emb_time} frames in one clip, found {t} in {list(grid)}"
-        )
-    if max(h, w) > MAX_SIDE:
-        raise ValueError(f"grid_thws: at most {MAX_SIDE} patches along a side, found {list(grid)}")
+    if h % merge_size or w % merge_size:
+        raise ValueError(f"grid_thws: height and width must be multiples of {merge_size}, found {list(grid)}")
+    if max_frames is not None and t > max_frames:
+        raise ValueError(f"grid_thws: at most {max_frames} frames in one clip, found {t} in {list(grid)}")
+    if max_side is not None and max(h, w) > max_side:
+        raise ValueError(f"grid_thws: at most {max_side} patches along a side, found {list(grid)}")
 
 
 def _check_finite(pixel_values: Tensor) -> None:

@@ -12,6 +12,7 @@ from moonvit.config import VisionConfig
 from moonvit.encoder import Encoder
 from moonvit.errors import ConfigError
 from moonvit.trace.budgets import budget
+from moonvit.trace.known import known_tower
 from moonvit.trace.metrics import relative_l2
 from moonvit.trace.patterns import as_clip, frames
 from moonvit.trace.record import record
@@ -68,9 +69,8 @@ def geometry(config: VisionConfig) -> reference.Geometry:
 
 def selftest(encoder: Encoder) -> Iterator[Check]:
     """Every stage of every case in `CASES`, in order."""
-    if encoder.checkpoint is None:
-        raise ValueError("this encoder was not loaded from a checkpoint, so there is nothing to test it by")
-    weights, shape = StoredWeights(encoder.checkpoint), geometry(encoder.config)
+    config, _, checkpoint = known_tower(encoder, "selftest")
+    weights, shape = StoredWeights(checkpoint), geometry(config)
     dtype = str(encoder.dtype).removeprefix("torch.")
     for pattern, size, count in CASES:
         batch = as_clip(encoder.processor(frames(pattern, size, count)))

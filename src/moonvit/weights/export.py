@@ -36,8 +36,8 @@ def _write(checkpoint: Checkpoint, directory: Path, dtype: torch.dtype | None) -
         writer.metadata.update(format="pt", source_fingerprint=fingerprint(checkpoint))
     weight_map = dict.fromkeys(checkpoint.tensors, FILE)
     (directory / "model.safetensors.index.json").write_bytes(index_bytes(weight_map, total))
-    for name in ("config.json", "preprocessor_config.json"):
-        (directory / name).write_bytes(checkpoint.small_file(name, 2**24))
+    for name, data in checkpoint.json_files().items():
+        (directory / name).write_bytes(data)
     return total
 
 

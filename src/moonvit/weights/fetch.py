@@ -12,11 +12,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
 
-import torch
-
-from moonvit.config import PixelConfig, VisionConfig, check_agreement
 from moonvit.errors import WeightsError
-from moonvit.towers.kimi_k3 import KimiK3Vision
+from moonvit.families import family_of
 from moonvit.weights.hub import HubCheckpoint
 from moonvit.weights.index import StoredTensor, index_bytes
 from moonvit.weights.journal import Journal, Span, missing
@@ -101,11 +98,9 @@ def _remove_strangers(partial: Path, parts: list[Part]) -> None:
 
 
 def _refuse_unusable(checkpoint: HubCheckpoint) -> None:
-    config = VisionConfig.from_dict(checkpoint.config, f"{checkpoint.where}/config.json")
-    pixels = PixelConfig.from_dict(checkpoint.preprocessor, f"{checkpoint.where}/preprocessor_config.json")
-    check_agreement(config, pixels, checkpoint.where)
-    with torch.device("meta"):
-        check_loadable(KimiK3Vision(config, projector=not tower_only(checkpoint)), checkpoint)
+    family = family_of(checkpoint.config, f"{checkpoint.where}/config.json")
+    config, _ = family.read(checkpoint)
+    check_loadable(family.empty_model(config, projector=not tower_only(checkpoint)), checkpoint)
 
 
 def plan_parts(checkpoint: HubCheckpoint) -> list[Part]:
@@ -237,8 +232,7 @@ def _write_small_files(checkpoint: HubCheckpoint, parts: list[Part], directory: 
     weight_map = {name: names[stored.shard] for name, stored in checkpoint.tensors.items()}
     files = {
         "model.safetensors.index.json": index_bytes(weight_map, checkpoint.nbytes),
-        "config.json": checkpoint.small_file("config.json", 2**24),
-        "preprocessor_config.json": checkpoint.small_file("preprocessor_config.json", 2**24),
+        **checkpoint.json_files(),
     }
     for name, data in files.items():
         with (directory / name).open("wb") as file:

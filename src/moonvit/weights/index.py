@@ -19,7 +19,7 @@ from moonvit.errors import ConfigError, FetchError, WeightsError
 from moonvit.fields import Fields, parse_json, shown
 from moonvit.lazy import lazy
 from moonvit.weights.header import Header, TensorEntry
-from moonvit.weights.names import canonical_names
+from moonvit.weights.names import KIMI_K3, NameMap, canonical_names
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -112,6 +112,23 @@ class Checkpoint:
     def preprocessor(self) -> Mapping[str, Any]:
         return self._json("preprocessor_config.json")
 
+    def json_files(self) -> dict[str, bytes]:
+        """The configuration files by name, those of videos only where there are any."""
+        video = "video_preprocessor_config.json"
+        wanted = ["config.json", "preprocessor_config.json"]
+        wanted += [video] if video in self.file_names() else []
+        return {name: self.small_file(name, 2**24) for name in wanted}
+
+    @lazy
+    def names(self) -> NameMap:
+        """How the family names its tensors; as K3 where `config.json` is absent or names no family."""
+        from moonvit.families import family_of
+
+        try:
+            return family_of(self.config).names
+        except ConfigError:
+            return KIMI_K3
+
     @lazy
     def weight_map(self) -> dict[str, str]:
         """{name as stored: file name} of all tensors, from the index or, without one, from the headers."""
@@ -149,11 +166,12 @@ class Checkpoint:
     def _vision_names(self) -> dict[str, str]:
         """Names as stored to released ones; files without an index are each understood by themselves."""
         if self._index_name:
-            return canonical_names(self.weight_map)
+            return canonical_names(self.weight_map, self.names)
         by_file: dict[str, list[str]] = {}
         for name, file in self.weight_map.items():
             by_file.setdefault(file, []).append(name)
-        return {old: new for names in by_file.values() for old, new in canonical_names(names).items()}
+        understood = (canonical_names(names, self.names) for names in by_file.values())
+        return {old: new for found in understood for old, new in found.items()}
 
     def _names_in(self, files: Iterable[str]) -> dict[str, str]:
         weight_map: dict[str, str] = {}
@@ -191,7 +209,7 @@ class Checkpoint:
             return
         self.shards[shard] = header
         mlx = header.metadata.get("format") == "mlx"
-        for stored in sorted(canonical_names(header.tensors).keys() - names.keys()):
+        for stored in sorted(canonical_names(header.tensors, self.names).keys() - names.keys()):
             self.faults.append(f"{stored}: in {shard}, but the index does not place it there")
         for stored, name in names.items():
             if stored not in header.tensors:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moonvit.errors import WeightsError
+from moonvit.towers.base import VisionModel
 from moonvit.weights.index import TORCH_DTYPES, Checkpoint
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -40,32 +41,68 @@ def checkpoint_faults(checkpoint: Checkpoint, expected: Shapes) -> list[str]:
     return faults
 
 
+def stored_shapes(model: nn.Module, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """`expected_shapes` as this checkpoint splits them: transformers' `kimi_k25` has q, k and v apart."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in expected_shapes(model).items():
+        parts = _parts(name)
+        if parts and parts[0] in checkpoint.tensors:
+            shapes.update(dict.fromkeys(parts, (shape[0] // 3, *shape[1:])))
+        else:
+            shapes[name] = shape
+    return shapes
+
+
+def _parts(name: str) -> list[str]:
+    """Names of a fused tensor's parts, or none."""
+    before, fused, after = name.partition(".wqkv.")
+    return [f"{before}.wqkv.{part}.{after}" for part in "qkv"] if fused else []
+
+
+def _read(checkpoint: Checkpoint, name: str, heads: int) -> Tensor:
+    """The tensor in the released layout, joined where the checkpoint splits it."""
+    parts = _parts(name)
+    if name in checkpoint.tensors or not parts:
+        return checkpoint.read(name)
+    q, k, v = (checkpoint.read(part) for part in parts)
+    return torch.cat([paired_rows(q, heads), paired_rows(k, heads), v])
+
+
+def paired_rows(x: Tensor, heads: int) -> Tensor:
+    """Rows of each head from half-split order (all first members, then all second) to adjacent pairs."""
+    halves = x.reshape(heads, 2, -1, *x.shape[1:])
+    return halves.transpose(1, 2).reshape(x.shape)
+
+
 def tower_only(checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint holds a tower and nothing of a projector."""
     names = checkpoint.tensors.keys() | checkpoint.lost
-    return bool(names) and not any(name.startswith("mm_projector.") for name in names)
+    return bool(names) and all(name.startswith("vision_tower.") for name in names)
 
 
 def check_loadable(model: nn.Module, checkpoint: Checkpoint) -> None:
     """`WeightsError`, holding every fault, unless the checkpoint fills the module exactly."""
     if not checkpoint.tensors and not checkpoint.faults:
+        roots = sorted(checkpoint.names.roots, reverse=True)
         raise WeightsError(
             checkpoint.where,
-            ["no vision tensors: nothing named vision_tower.* or mm_projector.*"],
+            [f"no vision tensors: nothing named {' or '.join(f'{root}*' for root in roots)}"],
             "this checkpoint is text only",
         )
-    faults = checkpoint_faults(checkpoint, expected_shapes(model))
+    faults = checkpoint_faults(checkpoint, stored_shapes(model, checkpoint))
     if faults:
         raise WeightsError(checkpoint.where, faults, _HINT)
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+def load_weights(model: VisionModel, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
     """Fill the module, built on the meta device, in place.
 
     Tensors of that dtype already are mapped, not copied. `WeightsError` holds every fault.
     """
     check_loadable(model, checkpoint)
-    state = {name: converted(name, checkpoint.read(name), dtype) for name in expected_shapes(model)}
+    heads = model.config.num_heads
+    names = expected_shapes(model)
+    state = {name: converted(name, _read(checkpoint, name, heads), dtype) for name in names}
     model.load_state_dict(state, strict=True, assign=True)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from moonvit.errors import MoonvitError, OfflineError, WeightsError
+from moonvit.fields import read_bytes
 from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.hub import HubCheckpoint, HubRepo, is_commit
 from moonvit.weights.index import Checkpoint
@@ -85,6 +86,24 @@ def fetch_to(repo: HubRepo, target: Path, report: Reporter | None = None) -> Non
         checkpoint = HubCheckpoint(repo)
         free_space(target, checkpoint.nbytes)
         fetch(checkpoint, target, report(checkpoint) if report else None)
+
+
+def small_files(path_or_repo: str | os.PathLike[str], revision: str | None = None) -> dict[str, bytes]:
+    """The configs of a checkpoint that are there; of a repository, no tensor and no header is fetched.
+
+    `ConfigError` without a `preprocessor_config.json`.
+    """
+    path = local_path(path_or_repo)
+    name = str(path_or_repo)
+    if path is None and (cached := _cached(cache_root() / ("models--" + name.replace("/", "--")), revision)):
+        path = cached
+    found: dict[str, bytes] = {}
+    for file in ("preprocessor_config.json", "config.json"):
+        if path is not None and (file.startswith("pre") or (path / file).exists()):
+            found[file] = read_bytes(path / file, 2**24)
+        elif path is None:
+            found[file] = HubRepo(name, revision).download(file, 2**24)
+    return found
 
 
 def open_checkpoint(

@@ -1,0 +1,70 @@
+"""What the models of all families share: taps, results, and the ways a grid is handed in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moonvit.config import TowerConfig
+
+Tap = Callable[[str, Tensor], None]
+"""Receives each stage by name as it is computed."""
+
+
+def no_tap(name: str, value: Tensor) -> None:
+    """The tap of a plain run."""
+
+
+def prefixed(tap: Tap, prefix: str) -> Tap:
+    """The tap under a longer name; a plain run stays one."""
+    return tap if tap is no_tap else lambda name, value: tap(f"{prefix}.{name}", value)
+
+
+def table_dtype(weight: Tensor) -> torch.dtype:
+    """Tables are float32, or float64 where the weights are."""
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Features:
+    """All that a model gives the text model.
+
+    Attributes:
+        embeddings: for each picture or clip, [tokens, text_hidden_size].
+        deepstack: for each of Qwen3-VL's listed layers, in their order, such a list; empty for the other
+            families. Text layer k adds `deepstack[k]` to its hidden states at the picture's places.
+    """
+
+    embeddings: list[Tensor]
+    deepstack: list[list[Tensor]] = field(default_factory=list)
+
+
+class VisionModel(nn.Module):
+    """A tower with its projector; a family defines `run`."""
+
+    config: TowerConfig
+
+    def forward(
+        self,
+        pixel_values: Tensor,
+        grid_thws: Any = None,
+        *,
+        image_grid_thw: Any = None,
+        image_grid_hws: Any = None,
+        tap: Tap = no_tap,
+    ) -> list[Tensor]:
+        """Embeddings for the text model: for each picture or clip, [tokens, text_hidden_size].
+
+        The grid goes in by exactly one of its usual names; otherwise as the family's `run`.
+        """
+        given = [grid for grid in (grid_thws, image_grid_thw, image_grid_hws) if grid is not None]
+        if len(given) != 1:
+            fault = "missing" if not given else f"given {len(given)} times, by several of its names"
+            raise ValueError(f"grid_thws is {fault}")
+        return self.run(pixel_values, given[0], tap).embeddings
+
+    def run(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
+        """Embeddings and what goes beside them."""
+        raise NotImplementedError

@@ -1,0 +1,182 @@
+"""MoonViT, the vision tower of Kimi K3, K2.5 and Kimi-VL, with its merger.
+
+The families differ in kind of norm, biases, resampling of the position table and projector. Follows the
+released checkpoints' layout and the published reference models; parameter names are the checkpoints'.
+Shape letters: N patches of a packed batch, L of one picture, D hidden_size, H heads,
+d head_dim, P = d/2 rotary pairs, F intermediate_size.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moonvit.config import ROPE_THETA, VisionConfig
+from moonvit.ops.attention import segment_attention
+from moonvit.ops.grid import Grid, lengths
+from moonvit.ops.merging import merge_cells
+from moonvit.ops.positions import grid_positions
+from moonvit.ops.rotary import rope_table, rotate_pairs
+from moonvit.towers.base import Tap, no_tap, prefixed, table_dtype
+from moonvit.towers.inputs import checked_kimi_grids
+
+
+def make_norm(config: VisionConfig) -> nn.Module:
+    """The tower's norm over hidden_size."""
+    kind = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    return kind(config.hidden_size, eps=config.norm_eps)
+
+
+class PositionTable(nn.Module):
+    """The learned [height, width, D] table; resampled afresh in float32 whatever its own dtype."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.mode = config.interpolation
+        shape = (config.pos_emb_height, config.pos_emb_width, config.hidden_size)
+        self.weight = nn.Parameter(torch.zeros(shape))
+
+    def forward(self, grids: Sequence[Grid]) -> Tensor:
+        return grid_positions(self.weight, grids, self.mode, table_dtype(self.weight))
+
+
+class PatchEmbed(nn.Module):
+    """Each patch, flattened (channel, row, column), through one matrix, plus its position."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        side = config.patch_size
+        self.proj = nn.Conv2d(3, config.hidden_size, side, stride=side, bias=config.patch_bias)
+        self.pos_emb = PositionTable(config)
+
+    def forward(self, pixel_values: Tensor, grids: Sequence[Grid], tap: Tap) -> Tensor:
+        weight = self.proj.weight
+        flat_N = pixel_values.flatten(1).to(weight.dtype)
+        x_ND = F.linear(flat_N, weight.flatten(1), self.proj.bias)
+        tap("patch_embed", x_ND)
+        positions_ND: Tensor = self.pos_emb(grids)
+        tap("pos_embed", positions_ND)
+        return (x_ND + positions_ND).to(weight.dtype)
+
+
+class FeedForward(nn.Module):
+    """fc1(GELU_tanh(fc0(x)))."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.fc0 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.linear_bias)
+        self.fc1 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.linear_bias)
+
+    def forward(self, x_ND: Tensor, tap: Tap) -> Tensor:
+        hidden_NF = F.gelu(self.fc0(x_ND), approximate="tanh")
+        tap("mlp_hidden", hidden_NF)
+        out: Tensor = self.fc1(hidden_NF)
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to its input."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.norm0 = make_norm(config)
+        self.norm1 = make_norm(config)
+        self.wqkv = nn.Linear(config.hidden_size, 3 * config.qkv_hidden_size, bias=config.attn_bias)
+        self.wo = nn.Linear(config.qkv_hidden_size, config.hidden_size, bias=config.attn_bias)
+        self.mlp = FeedForward(config)
+
+    def attend(self, x_ND: Tensor, rope: tuple[Tensor, Tensor], lengths: Sequence[int], tap: Tap) -> Tensor:
+        q_NHd, k_NHd, v_NHd = self.wqkv(x_ND).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
+        tap("q_unrotated", q_NHd)
+        tap("k_unrotated", k_NHd)
+        q_NHd, k_NHd = rotate_pairs(q_NHd, *rope), rotate_pairs(k_NHd, *rope)
+        tap("q", q_NHd)
+        tap("k", k_NHd)
+        tap("v", v_NHd)
+        out: Tensor = self.wo(segment_attention(q_NHd, k_NHd, v_NHd, lengths).flatten(1))
+        return out
+
+    def forward(
+        self, x_ND: Tensor, rope: tuple[Tensor, Tensor], lengths: Sequence[int], tap: Tap = no_tap
+    ) -> Tensor:
+        normed_ND = self.norm0(x_ND)
+        tap("norm0", normed_ND)
+        attn_ND = self.attend(normed_ND, rope, lengths, tap)
+        tap("attn_out", attn_ND)
+        x_ND = x_ND + attn_ND
+        tap("attn_residual", x_ND)
+        normed_ND = self.norm1(x_ND)
+        tap("norm1", normed_ND)
+        mlp_ND: Tensor = self.mlp(normed_ND, tap)
+        return x_ND + mlp_ND
+
+
+class Encoder(nn.Module):
+    """The blocks and the last norm."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.final_layernorm = make_norm(config)
+
+    def rope(self, grids: Sequence[Grid], x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        cos_NP, sin_NP = rope_table(grids, self.head_dim, ROPE_THETA, table_dtype(x_ND))
+        return cos_NP.to(x_ND.device), sin_NP.to(x_ND.device)
+
+    def forward(self, x_ND: Tensor, grids: Sequence[Grid], tap: Tap = no_tap) -> Tensor:
+        rope = self.rope(grids, x_ND)
+        tap("rope_cos", rope[0])
+        tap("rope_sin", rope[1])
+        sizes = lengths(grids)
+        for number, block in enumerate(self.blocks):
+            x_ND = block(x_ND, rope, sizes, prefixed(tap, f"block.{number:02}"))
+            tap(f"block.{number:02}", x_ND)
+        out: Tensor = self.final_layernorm(x_ND)
+        tap("final_norm", out)
+        return out
+
+
+class VisionTower(nn.Module):
+    """Patches in, merged rows out."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config)
+        self.encoder = Encoder(config)
+
+    def forward(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> list[Tensor]:
+        """Encode a packed batch of pictures and clips.
+
+        Args:
+            pixel_values: float [N, 3, patch, patch], raster order, frame by frame; cast to the weights'
+                dtype here.
+            grid_thws: [n, 3] (t, h, w) in patches, or [n, 2] (h, w); tensor, array or nested lists.
+            tap: receives every stage by name.
+
+        Returns:
+            For each picture or clip, [h·w/4, 4·D] in the weights' dtype.
+
+        Raises:
+            ValueError: for shapes that do not fit together, or a grid the tower does not have.
+            NumericsError: for pixels that are not finite.
+        """
+        grids = checked_kimi_grids(pixel_values, grid_thws, self.config)
+        if not grids:
+            return []
+        tap("pixels", pixel_values)
+        x_ND = self.patch_embed(pixel_values, grids, tap)
+        tap("embed", x_ND)
+        x_ND = self.encoder(x_ND, grids, tap)
+        size = self.config.merge_size
+        rows = [
+            merge_cells(x, grid, size)
+            for x, grid in zip(torch.split(x_ND, lengths(grids)), grids, strict=True)
+        ]
+        if tap is not no_tap:
+            tap("merged", torch.cat(rows))
+        return rows

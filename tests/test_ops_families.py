@@ -1,0 +1,106 @@
+"""The patch operations of the other families on a 4x4 picture of numbered patches."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from moonvit.ops.grid import block_order, block_positions, frame_lengths, raster_order
+from moonvit.ops.merging import merge_blocks, merge_cells
+from moonvit.ops.patchify import block_patches
+from moonvit.ops.positions import resample_table
+from moonvit.ops.rotary import half_table, rotate_halves
+from moonvit.ops.windows import reorder_blocks, window_order
+
+FOUR = [(1, 4, 4)]
+BLOCKS = [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+
+
+def test_block_order():
+    assert block_order(FOUR, 2).tolist() == BLOCKS
+    assert block_order([(2, 2, 4)], 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+
+
+def test_raster_order_undoes_it():
+    grids = [(1, 4, 6), (3, 2, 8)]
+    patches = torch.arange(24 + 48)
+    assert torch.equal(patches[block_order(grids, 2)][raster_order(grids, 2)], patches)
+
+
+def test_orders_that_do_not_fit():
+    with pytest.raises(ValueError, match="3x4 patches cannot be cut into 2x2 cells"):
+        block_order([(1, 3, 4)], 2)
+
+
+def test_positions_follow_the_patches():
+    rows, columns = block_positions(4, 4, 2)
+    assert (4 * rows + columns).tolist() == BLOCKS
+    assert rows.tolist()[:8] == [0, 0, 1, 1, 0, 0, 1, 1]
+
+
+def test_merging_blocks_is_merging_cells():
+    patches = torch.randn(24, 3)
+    order = block_order([(1, 4, 6)], 2)
+    assert torch.equal(merge_blocks(patches[order], 2), merge_cells(patches, (1, 4, 6), 2))
+    assert merge_blocks(torch.arange(16.0)[block_order(FOUR, 2)][:, None], 2)[0].tolist() == [0, 1, 4, 5]
+
+
+def test_patches_of_numbered_pixels_in_block_order():
+    """A 4x4 picture whose red is 10·row + column, patches of one pixel."""
+    frame = np.zeros((1, 3, 4, 4), np.float32)
+    frame[0, 0] = 10 * np.arange(4)[:, None] + np.arange(4)
+    found = block_patches(frame, patch=1, size=2, temporal=1)
+    assert found.shape == (16, 3)
+    assert found[:, 0].tolist() == [0, 1, 10, 11, 2, 3, 12, 13, 20, 21, 30, 31, 22, 23, 32, 33]
+
+
+def test_pairs_of_frames_and_an_odd_rest():
+    """Three frames of level 1, 2, 3: the pairs are (1, 2) and (3, 3)."""
+    frames = np.ones((3, 3, 2, 2), np.float32) * np.array([1, 2, 3], np.float32)[:, None, None, None]
+    found = block_patches(frames, patch=1, size=2, temporal=2).reshape(2, 4, 3, 2)
+    assert found[0, 0].tolist() == [[1, 2]] * 3
+    assert found[1, 3].tolist() == [[3, 3]] * 3
+
+
+def test_windows_of_numbered_cells():
+    """3x3 cells in windows of 2x2: the last row and column are cut off."""
+    order, lengths = window_order([(1, 6, 6)], 2, 2)
+    assert order.tolist() == [0, 1, 3, 4, 2, 5, 6, 7, 8]
+    assert lengths == [16, 8, 8, 4]
+
+
+def test_windows_stay_in_their_frame_and_picture():
+    order, lengths = window_order([(2, 2, 4), (1, 4, 2)], 2, 2)
+    assert order.tolist() == [0, 1, 2, 3, 4, 5]
+    assert lengths == [8, 8, 8]
+
+
+def test_blocks_are_moved_whole():
+    rows = torch.arange(8)[:, None]
+    assert reorder_blocks(rows, torch.tensor([1, 0]), 4).flatten().tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
+
+
+def test_half_split_turns():
+    """Head size 8: pair i is features i and i + 4; pairs 0, 1 turn by the row, 2, 3 by the column."""
+    cos, sin = half_table([(1, 2, 2)], 8, 10000.0, torch.float32, 2)
+    x = torch.zeros(4, 1, 8)
+    x[:, 0, 0] = 1
+    found = rotate_halves(x, cos, sin)[:, 0]
+    torch.testing.assert_close(found[1], x[1, 0])  # row 0, column 1
+    torch.testing.assert_close(found[2, [0, 4]], torch.tensor([math.cos(1), math.sin(1)]))  # row 1
+    x = torch.zeros(4, 1, 8)
+    x[:, 0, 2] = 1
+    found = rotate_halves(x, cos, sin)[:, 0]
+    torch.testing.assert_close(found[1, [2, 6]], torch.tensor([math.cos(1), math.sin(1)]))
+    torch.testing.assert_close(found[2], x[2, 0])
+
+
+def test_aligned_corners():
+    table = torch.arange(3.0)[None, :, None].expand(3, 3, 1)
+    found = resample_table(table, 2, 5, "bilinear", torch.float32, align_corners=True)
+    assert found.view(2, 5)[0].tolist() == [0, 0.5, 1, 1.5, 2]
+
+
+def test_frames_are_segments():
+    assert frame_lengths([(2, 2, 4), (1, 2, 2)]) == [8, 8, 4]
