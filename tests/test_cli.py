@@ -3,19 +3,24 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import moonvit
 from conftest import IMAGES, TINY
 from moonvit.cli.sources import expand
 from moonvit.encoder import Encoder
+from moonvit.weights.checkpoint import LocalCheckpoint
 
 PHOTO = str(IMAGES / "photo_130x80.jpg")
 WIDE = str(IMAGES / "rgb_300x200.png")
@@ -219,6 +224,94 @@ def test_doctor():
     assert document["processor"]["threads"] >= 1
     assert set(document["codecs"]) >= {"jpg", "webp", "zlib"}
     assert "moonvit" in moonvit_cli("doctor").stdout
+
+
+def test_options_reach_the_pictures(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (280, 56)).save(tmp_path / "turned.png", exif=exif)
+    for verb in ("count", "encode"):
+        more = ["--model", TINY, "--format", "json"]
+        sizes, tokens = [], []
+        for options in ([], ["--exif", "ignore"], ["--max-tokens", "4"]):
+            row = json.loads(moonvit_cli(verb, tmp_path / "turned.png", *more, *options).stdout)["images"][0]
+            sizes.append(row["size"])
+            tokens.append(row["tokens"])
+        assert sizes == [[56, 280], [280, 56], [56, 280]]
+        assert tokens[:2] == [20, 20]
+        assert tokens[2] <= 4
+
+
+def test_epsilon_and_exif_are_recorded(tmp_path):
+    output = tmp_path / "out.safetensors"
+    moonvit_cli("encode", PHOTO, "--model", TINY, "-o", output, "--norm-eps", "1e-5", "--exif", "ignore")
+    with safe_open(output, "pt") as file:
+        assert float(file.metadata()["norm_eps"]) == 1e-5
+        assert file.metadata()["exif"] == '"ignore"'
+
+
+def test_one_picture_that_overflows(tmp_path):
+    """Reported by name; the others are done."""
+    source = LocalCheckpoint(TINY)
+    tensors = {name: source.read(name).clone() for name in source.tensors}
+    tensors["vision_tower.patch_embed.proj.weight"].fill_(400)
+    directory = tmp_path / "m"
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    for name in ("config.json", "preprocessor_config.json"):
+        shutil.copy(TINY / name, directory / name)
+    for name, level in (("grey", 128), ("white", 255)):
+        Image.new("L", (56, 56), level).save(tmp_path / f"{name}.png")
+    words = [tmp_path / f"{name}.png" for name in ("grey", "white", "grey")]
+    output = tmp_path / "out.safetensors"
+    done = moonvit_cli(
+        "encode", *words, "--model", directory, "--dtype", "float16", "-o", output, "--format", "json"
+    )
+    assert done.returncode == 1
+    document = json.loads(done.stdout)
+    assert [Path(i["source"]).name for i in document["images"]] == ["grey.png", "grey.png"]
+    assert [Path(f["source"]).name for f in document["failures"]] == ["white.png"]
+    assert "white.png" in done.stderr
+    assert sorted(load_file(output)) == ["embeddings/0", "embeddings/1", "grid_thws", "sizes"]
+
+
+def test_output_must_be_a_place_for_a_file(tmp_path):
+    shutil.copy(PHOTO, tmp_path / "a.jpg")
+    before = (tmp_path / "a.jpg").read_bytes()
+    done = moonvit_cli("encode", tmp_path / "a.jpg", "--model", TINY, "-o", tmp_path / "a.jpg")
+    assert done.returncode == 2
+    assert (tmp_path / "a.jpg").read_bytes() == before
+    os.mkfifo(tmp_path / "pipe")
+    done = moonvit_cli("encode", PHOTO, "--model", TINY, "-o", tmp_path / "pipe")
+    assert done.returncode == 1
+    assert "no regular file" in done.stderr
+    (tmp_path / "real").write_bytes(b"")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert moonvit_cli("encode", PHOTO, "--model", TINY, "-o", tmp_path / "link").returncode == 0
+    assert (tmp_path / "link").is_symlink()
+    assert "embeddings/0" in load_file(tmp_path / "real")
+
+
+def test_odd_arguments_spoil_nothing(tmp_path):
+    shutil.copy(PHOTO, tmp_path / "a.jpg")
+    done = moonvit_cli("count", "", "x" * 300 + ".png", "a.jpg", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout.split()[0] == "15"
+    assert len(done.stderr.splitlines()) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_leave_nothing_behind(tmp_path, number):
+    words = [sys.executable, "-m", "moonvit", "make-checkpoint", str(tmp_path / "big")]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob(".big.*")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    assert errors.strip() == "error: interrupted"
+    assert not list(tmp_path.iterdir())
 
 
 def test_pipe_closed_early():

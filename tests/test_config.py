@@ -118,6 +118,8 @@ def test_nonsense_in_pixel_config(field, value):
     [
         ("image_std", [0.5, 0, 0.5]),
         ("image_std", [0.5, float("nan"), 0.5]),
+        ("image_std", [1e-46] * 3),
+        ("image_mean", [10**400] * 3),
         ("image_mean", [0.5, 0.5]),
         ("image_mean", "0.5"),
         ("transparent_bg_fill_stage", "sometime"),

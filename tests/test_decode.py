@@ -73,6 +73,54 @@ def test_unknown_exif_mode():
         FULL(UPRIGHT, exif="maybe")
 
 
+@pytest.mark.parametrize("kind", ["TIFF", "WEBP", "JPEG"])
+@pytest.mark.parametrize("orientation", STORED_AS)
+def test_orientations_of_other_formats(kind, orientation):
+    """Upright once, not twice; Pillow turns TIFF itself, so there is no other way to have it."""
+    turn = STORED_AS[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    smooth = UPRIGHT.resize((9, 4)).resize((90, 40), Image.Resampling.BILINEAR)
+    stored = smooth.transpose(turn) if turn is not None else smooth
+    options = {"WEBP": {"lossless": True}, "JPEG": {"quality": 98, "subsampling": 0}}.get(kind, {})
+    data = saved(stored, kind, exif=exif, **options)
+    found = np.asarray(read_image(data, limits=LIMITS).convert("RGB")).astype(int)
+    assert image_size(data, limits=LIMITS) == (90, 40)
+    assert np.abs(found - np.asarray(smooth)).max() <= (12 if kind == "JPEG" else 0)
+    size = image_size(data, limits=LIMITS, exif="ignore")
+    assert size == ((40, 90) if orientation >= 5 and kind != "TIFF" else (90, 40))
+    assert read_image(data, limits=LIMITS, exif="ignore").size == size
+
+
+def test_orientation_behind_the_pixels_of_a_png():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    plain = saved(UPRIGHT.transpose(STORED_AS[6]))
+    body = exif.tobytes().removeprefix(b"Exif\0\0")
+    chunk = len(body).to_bytes(4, "big") + b"eXIf" + body + zlib.crc32(b"eXIf" + body).to_bytes(4, "big")
+    end = plain.rindex(b"IEND") - 4
+    data = plain[:end] + chunk + plain[end:]
+    assert torch.equal(FULL(data).pixel_values, FULL(UPRIGHT).pixel_values)
+    assert FULL.plan(data).tokens == len(FULL(UPRIGHT).pixel_values) // 4
+
+
+def test_damage_with_right_checksums_is_found():
+    """A stream that is damaged before its checksum was made: refused, whatever is done about EXIF."""
+    at = PNG.index(b"IDAT")
+    length = int.from_bytes(PNG[at - 4 : at], "big")
+    stream = bytearray(PNG[at + 4 : at + 4 + length])
+    stream[length // 2 : length // 2 + 64] = b"\xff" * 64
+    body = b"IDAT" + bytes(stream)
+    data = PNG[:at] + body + zlib.crc32(body).to_bytes(4, "big") + PNG[at + 8 + length :]
+    for exif in ("apply", "ignore"):
+        with pytest.raises(ImageError, match="broken"):
+            read_image(data, limits=LIMITS, exif=exif)
+
+
+def test_default_limits():
+    assert (LIMITS.max_pixels, LIMITS.max_bytes) == (89_478_485, 67_108_864)
+
+
 @pytest.mark.parametrize("orientation", [0, 9, 65535])
 def test_meaningless_orientation_turns_nothing(orientation):
     exif = Image.Exif()
@@ -133,7 +181,7 @@ def test_broken_pictures_are_one_line(name, way, tmp_path):
         (b"", "empty"),
         ("no/such/file.png", "no such file"),
         (".", "is a directory"),
-        ("", "is a directory|no such file"),
+        ("", "name is empty"),
         ("a\0b", "null|no such"),
         ("x" * 5000, "cannot be read|no such file"),
         ("http://127.0.0.1/a.png", "URLs are not fetched"),

@@ -9,6 +9,7 @@ from conftest import pixel_config
 from moonvit.errors import ImageError
 from moonvit.pixels.kimi import KimiProcessor, opaque_pixels
 from moonvit.pixels.plan import plan_image
+from moonvit.presets import preprocessor_config
 
 FULL = KimiProcessor(pixel_config())
 
@@ -167,6 +168,22 @@ def test_arrays_equal_the_picture(kind, dtype):
     array = rgb if dtype == "uint8" else (rgb / 255).astype(dtype)
     source = torch.from_numpy(array.copy()) if kind == "torch" else array
     assert torch.equal(FULL(source, layout="HWC").pixel_values, FULL(Image.fromarray(rgb)).pixel_values)
+
+
+def test_floats_are_rounded_not_truncated():
+    assert FULL(np.full((2, 2), 0.999)).pixel_values[0, 0, 0, 0] == 1
+
+
+def test_chessboard_runs_through_tall_pictures():
+    """Squares that do not divide the height worked on at once."""
+    board = pixel_config().background
+    config = pixel_config(
+        transparent_bg_config=preprocessor_config()["media_proc_cfg"]["transparent_bg_config"]
+        | {"chessboard_square_size": 7}
+    )
+    found = opaque_pixels(Image.new("RGBA", (28, 700)), plan_image(28, 700, config), config)[:, 0, 0]
+    expected = np.where(np.arange(700) // 7 % 2 == 0, board.white, board.gray)
+    assert np.array_equal(found, expected)
 
 
 def test_arrays_with_alpha_composite():

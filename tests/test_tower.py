@@ -4,6 +4,7 @@ import copy
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from conftest import CASES, TINY, random_pixels, relative_error
 from moonvit.config import VisionConfig
 from moonvit.encoder import Encoder
 from moonvit.errors import NumericsError
-from moonvit.ops.positions import time_table
-from moonvit.ops.rotary import rope_table
+from moonvit.ops.positions import resample_table, time_table
+from moonvit.ops.rotary import rope_table, rotate_pairs
 from moonvit.presets import model_config
 from moonvit.towers.kimi_k3 import KimiK3Vision
 
@@ -167,6 +168,44 @@ def test_position_tables_are_not_rounded(encoder, dtype):
     assert not torch.equal(again, found["pos_embed"])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sixteen_bit_sums_and_turns_in_float32(encoder, dtype):
+    """Of a still picture: the sum with the resampled table, and the rotation, are each rounded once."""
+    found: dict[str, torch.Tensor] = {}
+    model = copy.deepcopy(encoder.model).to(dtype)
+    grid = [(1, 4, 6)]
+    with torch.no_grad():
+        model(random_pixels(grid), grid, tap=lambda n, v: found.__setitem__(n, v))
+    table = model.vision_tower.patch_embed.pos_emb.weight
+    positions = resample_table(table.detach(), 4, 6, "bilinear", torch.float32)
+    assert not torch.equal(positions, positions.to(dtype).float())
+    assert torch.equal(found["pos_embed"], positions)
+    assert torch.equal(found["embed"], (found["patch_embed"].float() + positions).to(dtype))
+    tables = rope_table(grid, 32, 10000.0, torch.float32)
+    exact = rotate_pairs(found["block.00.q_unrotated"].float(), *tables)
+    assert torch.equal(found["block.00.q"], exact.to(dtype))
+
+
+def test_interpolation_and_biases_of_the_config_are_used():
+    """Both change the result of the same weights; a bias is a parameter of its own."""
+    config = VisionConfig.from_dict(model_config("tiny"))
+    torch.manual_seed(0)
+    model = KimiK3Vision(config)
+    torch.nn.init.normal_(model.vision_tower.patch_embed.pos_emb.weight)
+    cubic = KimiK3Vision(replace(config, interpolation="bicubic"))
+    cubic.load_state_dict(model.state_dict())
+    pixels = random_pixels([(1, 4, 6)])
+    assert not torch.allclose(model(pixels, [(1, 4, 6)])[0], cubic(pixels, [(1, 4, 6)])[0], atol=1e-4)
+    for flag, names in {
+        "attn_bias": ("wqkv.bias", "wo.bias"),
+        "linear_bias": ("mlp.fc0.bias", "mlp.fc1.bias"),
+        "patch_bias": ("patch_embed.proj.bias",),
+    }.items():
+        more = KimiK3Vision(replace(config, **{flag: True})).state_dict().keys() - model.state_dict().keys()
+        assert {name for name in more if not name.endswith(names)} == set()
+        assert more
+
+
 def test_autocast_is_close(encoder, golden):
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         found = encoder.model(golden["large/pixel_values"], golden["large/grid_thw"][None])[0]
@@ -188,15 +227,16 @@ def test_float16_overflow_is_said():
         encoder.model.vision_tower.encoder.blocks[1].mlp.fc1.weight.mul_(3e4)
         encoder.model.vision_tower.encoder.blocks[1].mlp.fc0.weight.mul_(100)
     batch = encoder.processor(torch.rand(56, 56, 3), layout="HWC")
-    with pytest.raises(NumericsError, match=r"float16 overflowed.*bfloat16"):
-        encoder.embed(batch)
+    for run in (encoder.embed, lambda b: encoder.model(b.pixel_values, b.grid_thws)):
+        with pytest.raises(NumericsError, match=r"in float16 \(it overflowed: use bfloat16"):
+            run(batch)
 
 
 def test_norm_eps_reaches_the_norms():
     loose = Encoder.from_pretrained(TINY, dtype="float32", norm_eps=2.0**-7)
     assert loose.config.norm_eps == 2.0**-7
     tower = loose.model.vision_tower
-    assert {b.norm0.eps for b in tower.encoder.blocks} == {2.0**-7}
+    assert {e for b in tower.encoder.blocks for e in (b.norm0.eps, b.norm1.eps)} == {2.0**-7}
     assert tower.encoder.final_layernorm.eps == 2.0**-7
     assert loose.model.mm_projector.post_norm.eps == 1e-5
 

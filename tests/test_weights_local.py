@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from conftest import TINY
 from moonvit.encoder import Encoder
-from moonvit.errors import WeightsError
+from moonvit.errors import ConfigError, WeightsError
 from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.load import fingerprint
 
@@ -244,6 +245,38 @@ def test_config_without_weights(tiny_copy):
     for path in tiny_copy.glob("*.safetensors*"):
         path.unlink()
     assert "no *.safetensors" in str(refusal(tiny_copy))
+
+
+def test_halves_of_a_checkpoint_must_agree(tiny_copy):
+    path = tiny_copy / "preprocessor_config.json"
+    path.write_text(path.read_text().replace('"patch_size": 14', '"patch_size": 16'))
+    with pytest.raises(ConfigError, match="patch_size 16, config.json has 14"):
+        Encoder.from_pretrained(tiny_copy)
+
+
+def test_copies_do_not_carry_the_files(tiny_copy):
+    encoder = Encoder.from_pretrained(tiny_copy)
+    before = len(pickle.dumps(encoder))
+    assert encoder.fingerprint
+    assert len(pickle.dumps(encoder)) < before + 1000
+    assert pickle.loads(pickle.dumps(encoder)).fingerprint == encoder.fingerprint
+    error = WeightsError("here", ["a", "b"], "do this")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_long_names_in_an_index(tiny_copy):
+    edit_index(tiny_copy, lambda weight_map: weight_map.update({QKV: "x" * 5000}))
+    assert "no such file" in str(refusal(tiny_copy))
+
+
+def test_index_of_a_very_large_model(tiny_copy):
+    """300,000 text tensors beside ours: 30 MB of index."""
+    names = {
+        f"language_model.model.layers.{n % 60}.mlp.experts.{n}.up_proj.weight_packed": "t.safetensors"
+        for n in range(300_000)
+    }
+    edit_index(tiny_copy, lambda weight_map: weight_map.update(names))
+    Encoder.from_pretrained(tiny_copy)
 
 
 def test_fingerprint_tells_contents_apart(tiny_copy):

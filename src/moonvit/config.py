@@ -4,9 +4,9 @@ No field has a default: what a checkpoint leaves out and would change the result
 released geometry stands in `moonvit.presets`; K3's siblings are parsed in `moonvit.configs`.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Self
 
 from moonvit.errors import ConfigError
@@ -52,7 +52,7 @@ class TowerConfig:
 
     def with_norm_eps(self, norm_eps: float) -> Self:
         """The same geometry with another norm epsilon; `ConfigError` unless 0 < norm_eps < 1."""
-        good = isinstance(norm_eps, int | float) and math.isfinite(norm_eps) and 0 < norm_eps < 1
+        good = isinstance(norm_eps, Real) and 0 < norm_eps < 1
         if not good:
             raise ConfigError(f"norm_eps is {norm_eps!r}, expected a number between 0 and 1")
         return replace(self, norm_eps=float(norm_eps))
@@ -222,7 +222,7 @@ class PixelConfig(PatchRules):
             patch_size=media.square("patch_size", 1, 256),
             merge_size=media.square("merge_kernel_size", 1, 16),
             mean=media.numbers("image_mean", 3, -1e3, 1e3),
-            std=media.numbers("image_std", 3, 0.0, 1e3),
+            std=media.numbers("image_std", 3, 1e-6, 1e3),
             background=_background(media),
             fill_before_resize=stage == "before_resize",
             clip=_clip(media) if "sample_fps" in media.values else None,

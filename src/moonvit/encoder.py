@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 from moonvit.clips import VideoChunk, video_chunks
 from moonvit.config import TowerConfig
-from moonvit.errors import MoonvitError, NumericsError
+from moonvit.errors import MoonvitError
 from moonvit.families import family_of
 from moonvit.pixels.base import PictureProcessor, PixelBatch, Prepared
 from moonvit.pixels.decode import Exif, Layout, Limits
 from moonvit.pixels.video import open_video
 from moonvit.progress import progress_bar
-from moonvit.towers.base import Features, Tap, VisionModel, no_tap
+from moonvit.towers.base import Features, Tap, VisionModel, check_finite, no_tap
 from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.load import fingerprint, load_weights, tower_only
 from moonvit.weights.source import Reporter, find_checkpoint
@@ -191,14 +191,7 @@ class Encoder:
         """`embed`, with what the family gives beside the embeddings: Qwen3-VL's `deepstack`."""
         with torch.no_grad():
             features = self.model.run(batch.pixel_values.to(self.device), batch.grid_thws, tap=self.tap)
-        for per_picture in (features.embeddings, *features.deepstack):
-            for number, values in enumerate(per_picture):
-                if not bool(torch.isfinite(values).all()):
-                    dtype = str(self.dtype).removeprefix("torch.")
-                    raise NumericsError(
-                        f"picture {number} of the batch: {dtype} overflowed in the tower",
-                        "use bfloat16 or float32",
-                    )
+        check_finite(features, self.dtype)
         return features
 
     def encode_video(
@@ -245,7 +238,10 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 def as_device(device: str | torch.device) -> torch.device:
     """The torch device by name; `MoonvitError` for one that is not there."""
     try:
-        return torch.empty(0, device=device).device
+        found = torch.empty(0, device=device).device
+        if found.type == "meta":
+            raise RuntimeError("holds no numbers")
+        return found
     except (RuntimeError, AssertionError) as error:  # torch raises either where a backend is absent
         hint = "cpu always works; moonvit doctor lists the others"
         raise MoonvitError(f"device {device!s} is not there or has no such name", hint) from error

@@ -50,6 +50,9 @@ class WeightsError(MoonvitError):
             message = f"{where}: {len(self.faults)} faults:\n" + "\n".join(f"  {f}" for f in self.faults)
         super().__init__(message, hint)
 
+    def __reduce__(self) -> tuple[type["WeightsError"], tuple[str, tuple[str, ...], str]]:
+        return type(self), (self.where, self.faults, self.hint)
+
 
 class FetchError(WeightsError):
     """A hub does not answer as it must; says nothing of the checkpoint itself."""

@@ -5,7 +5,6 @@ from pathlib import Path
 from zlib import crc32
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moonvit.config import VisionConfig
@@ -14,6 +13,7 @@ from moonvit.towers.kimi_k3 import KimiK3Vision
 from moonvit.weights.index import index_bytes
 from moonvit.weights.load import expected_shapes
 from moonvit.weights.place import new_directory
+from moonvit.weights.writer import SafetensorsWriter
 
 
 def make_checkpoint(directory: Path, preset: str = "full", seed: int = 0) -> int:
@@ -39,10 +39,13 @@ def _write_shards(directory: Path, shapes: dict[str, tuple[int, ...]], seed: int
     total = 0
     for number, part in enumerate((names[:middle], names[middle:]), start=1):
         shard = f"model-{number:05}-of-00002.safetensors"
-        tensors = {name: random_tensor(name, shapes[name], seed) for name in part}
-        save_file(tensors, directory / shard, metadata={"format": "pt"})
+        with SafetensorsWriter(directory / shard) as writer:
+            writer.metadata["format"] = "pt"
+            for name in part:
+                tensor = random_tensor(name, shapes[name], seed)
+                writer.add(name, tensor)
+                total += tensor.nbytes
         weight_map.update(dict.fromkeys(part, shard))
-        total += sum(tensor.nbytes for tensor in tensors.values())
     (directory / "model.safetensors.index.json").write_bytes(index_bytes(weight_map, total))
     return total
 

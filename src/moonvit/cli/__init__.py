@@ -1,7 +1,9 @@
 """The command line: one file a verb, imported when called."""
 
 import os
+import signal
 import sys
+import warnings
 from importlib import import_module
 from typing import NoReturn
 
@@ -58,6 +60,8 @@ def group() -> None:
 
 def main() -> NoReturn:
     """Run the command line; an error becomes one line on stderr."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # whatever matters becomes an error of ours
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # unfinished files are removed, as for Ctrl-C
     debug = os.environ.get("MOONVIT_DEBUG", "") not in ("", "0")
     try:
         group.main(prog_name="moonvit", standalone_mode=False)
@@ -72,7 +76,7 @@ def main() -> NoReturn:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
         if debug:
             raise
         sys.exit(fail(one_line(error)))

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from moonvit.cli import fail, one_line, options
 from moonvit.cli.progress import bar, fetch_bar
 from moonvit.cli.sources import expand
 from moonvit.encoder import Encoder, grouped
-from moonvit.errors import ImageError
+from moonvit.errors import ImageError, NumericsError
 from moonvit.pixels.base import Prepared
 from moonvit.pixels.decode import Exif, Limits, describe
 from moonvit.pixels.video import SUFFIXES as VIDEO_SUFFIXES
+from moonvit.towers.base import Features
 from moonvit.weights.writer import SafetensorsWriter
 
 
@@ -44,15 +45,33 @@ class Job:
     rows: list[Row]
     failures: list[tuple[str, str]]
 
-    def prepared(self, sources: list[str], names: list[str], **how: Any) -> Iterator[Prepared]:
+    def prepared(self, sources: list[str], **how: Any) -> Iterator[Prepared]:
         """Pictures that can be read; the others are reported at once and passed over."""
         for source in sources:
             try:
                 yield self.encoder.processor.prepare(source, **how)
-                names.append(describe(source))
-            except ImageError as error:
-                self.failures.append((describe(source), one_line(error)))
-                fail(one_line(error))
+            except (ImageError, MemoryError) as error:
+                self.failed(describe(source), error)
+
+    def encoded(self, group: Sequence[Prepared]) -> Iterator[tuple[Prepared, Features]]:
+        """Each picture with its features; one whose numbers overflow is reported and the rest done."""
+        try:
+            features = self.encoder.features(self.encoder.processor.pack(group))
+        except NumericsError as error:
+            if len(group) == 1:
+                self.failed(group[0].name, error)
+                return
+            for picture in group:
+                yield from self.encoded([picture])
+            return
+        for place, picture in enumerate(group):
+            deepstack = [[rows[place]] for rows in features.deepstack]
+            yield picture, Features([features.embeddings[place]], deepstack)
+
+    def failed(self, source: str, error: BaseException) -> None:
+        """Say and keep that a picture failed."""
+        self.failures.append((source, one_line(error)))
+        fail(one_line(error) if source in one_line(error) else f"{source}: {one_line(error)}")
 
 
 @click.command("encode")
@@ -119,17 +138,28 @@ def command(
     videos = [source for source in sources if Path(source).suffix.lower() in VIDEO_SUFFIXES]
     sources = [source for source in sources if source not in videos]
     how = {"max_tokens": max_tokens, "exif": exif}
+    if output is not None and any(_same_file(output, source) for source in [*sources, *videos]):
+        raise click.UsageError(f"-o {output} is one of the pictures")
     if output is None:
         _run(job, sources, how, batch_size, store, kind, None)
         _run_videos(job, videos, exif, experimental, store, None)
+        encoded = time.perf_counter()
     else:
         with SafetensorsWriter(output, reserve=4096 + 256 * len(sources)) as writer:
             _run(job, sources, how, batch_size, store, kind, writer)
             _run_videos(job, videos, exif, experimental, store, writer)
+            encoded = time.perf_counter()
             _write_tables(job, writer, {**how, "store": store})
-    seconds = {"load": loaded - began, "encode": time.perf_counter() - loaded}
+    seconds = {"load": loaded - began, "encode": encoded - loaded}
     _report(job, seconds, output, kind)
     sys.exit(1 if job.failures else 0)
+
+
+def _same_file(output: Path, source: str) -> bool:
+    try:
+        return output.exists() and output.samefile(source)
+    except (OSError, ValueError):
+        return False
 
 
 def _run(
@@ -141,20 +171,19 @@ def _run(
     kind: str,
     writer: SafetensorsWriter | None,
 ) -> None:
-    names: list[str] = []
     with bar(len(sources), "picture", kind != "quiet" and len(sources) > 1) as shown:
-        for group in grouped(job.prepared(sources, names, **how), batch_size):
-            features = job.encoder.features(job.encoder.processor.pack(group))
-            for place, (picture, embedding) in enumerate(zip(group, features.embeddings, strict=True)):
+        for group in grouped(job.prepared(sources, **how), batch_size):
+            for picture, features in job.encoded(group):
                 number = len(job.rows)
+                (embedding,) = features.embeddings
                 if writer:
                     _write(writer, f"embeddings/{number}", embedding, store)
-                    for layer, rows in enumerate(features.deepstack):
-                        _write(writer, f"deepstack/{layer}/{number}", rows[place], store)
+                    for layer, (rows,) in enumerate(features.deepstack):
+                        _write(writer, f"deepstack/{layer}/{number}", rows, store)
                 plan = picture.plan
                 job.rows.append(
                     Row(
-                        source=names[number],
+                        source=picture.name,
                         tokens=len(embedding),
                         shape=list(embedding.shape),
                         grid_thw=list(plan.grid),
@@ -188,9 +217,8 @@ def _run_videos(
                         timestamp=chunk.timestamp,
                     )
                 )
-        except ImageError as error:
-            job.failures.append((source, one_line(error)))
-            fail(one_line(error))
+        except (ImageError, NumericsError) as error:
+            job.failed(source, error)
 
 
 def _write(writer: SafetensorsWriter, name: str, values: torch.Tensor, store: str) -> None:

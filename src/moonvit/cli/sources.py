@@ -7,6 +7,13 @@ from pathlib import Path
 from moonvit.pixels.decode import SUFFIXES
 
 
+def _is_directory(argument: str) -> bool:
+    try:
+        return bool(argument) and argument[:5].lower() != "data:" and Path(argument).is_dir()
+    except OSError:  # no name of a file here; said when it is read
+        return False
+
+
 def _is_picture(path: Path) -> bool:
     """By its ending; hidden files, and what lies in hidden folders, are none."""
     return path.suffix.lower() in SUFFIXES and not any(part.startswith(".") for part in path.parts)
@@ -21,13 +28,11 @@ def expand(arguments: Iterable[str]) -> list[str]:
     """
     found: list[str] = []
     for argument in arguments:
-        path = Path(argument)
-        if argument[:5].lower() != "data:" and path.is_dir():
-            inside = sorted(
-                str(p) for p in path.rglob("*") if _is_picture(p.relative_to(path)) and p.is_file()
-            )
+        if _is_directory(argument):
+            below = (p for p in Path(argument).rglob("*") if _is_picture(p.relative_to(argument)))
+            inside = sorted(str(p) for p in below if p.is_file())
             found.extend(inside or [argument])
-        elif glob.has_magic(argument) and not path.exists():
+        elif glob.has_magic(argument) and not Path(argument).exists():
             found.extend(sorted(glob.glob(argument, recursive=True)) or [argument])  # noqa: PTH207
         else:
             found.append(argument)

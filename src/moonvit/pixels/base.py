@@ -40,11 +40,12 @@ class PixelBatch:
 class Prepared:
     """One picture, resized and free of transparency, not yet cut: uint8 [height, width, 3].
 
-    A clip has one more dimension in front, its frames.
+    A clip has one more dimension in front, its frames. `name` is what to call it in reports.
     """
 
     pixels: NDArray[np.uint8]
     plan: ImagePlan
+    name: str = ""
 
 
 class PictureProcessor(ABC):
@@ -106,7 +107,7 @@ class PictureProcessor(ABC):
         picture = read_image(image, limits=self.limits, exif=exif, layout=layout)
         plan = self._named_plan(image, picture.size, max_tokens)
         try:
-            return Prepared(self.opaque(picture, plan), plan)
+            return Prepared(self.opaque(picture, plan), plan, describe(image))
         except (ValueError, OSError) as error:
             raise ImageError(
                 f"{describe(image)}: mode {picture.mode} cannot be converted: {error}"

@@ -32,6 +32,7 @@ SUFFIXES = frozenset(
 )
 """File name endings taken for pictures when a directory is given."""
 
+_EXIF_LIMIT = 2**20
 _ORIENTATION_TAG = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -68,9 +69,10 @@ def read_image(
     `ImageError` says in one line what is wrong.
     """
     with _opened(source, limits, layout, whole=True) as (image, name):
+        with _naming(name):
+            image.load()  # before anything else can decode it and swallow what is wrong
         turn = _turn(image, exif)
         with _naming(name):
-            image.load()
             return image.transpose(turn) if turn is not None else image
 
 
@@ -92,7 +94,7 @@ def describe(source: Any) -> str:
     if isinstance(source, str) and _is_data_url(source):
         return f"data URL of {len(source)} characters"
     if isinstance(source, str | os.PathLike):
-        return os.fspath(source).__str__()
+        return str(os.fspath(source))
     if isinstance(source, bytes | bytearray | memoryview):
         return f"{len(source)} bytes"
     if isinstance(source, Image.Image):
@@ -134,6 +136,8 @@ def _opened(
 
 
 def _open_path(path: Path, name: str, limits: Limits) -> BinaryIO:
+    if not name:
+        raise ImageError("a picture's name is empty")
     if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", name):
         raise ImageError(f"{name}: URLs are not fetched", "download it first and give the path or the bytes")
     try:
@@ -221,13 +225,32 @@ def _check_png(file: BinaryIO) -> None:
 def _turn(image: Image.Image, exif: Exif) -> Image.Transpose | None:
     if exif not in ("apply", "ignore"):
         raise ValueError(f"exif is {exif!r}, expected 'apply' or 'ignore'")
-    if exif == "ignore":
+    if exif == "ignore" or image.format == "TIFF":  # Pillow turns TIFF itself, as it loads
         return None
     try:
-        orientation = image.getexif().get(_ORIENTATION_TAG)
+        tags = _png_exif(image) if image.format == "PNG" else image.getexif()
+        orientation = tags.get(_ORIENTATION_TAG)
     except Exception:  # an unreadable tag block turns nothing, as in browsers
         return None
     return _TURNS.get(orientation) if isinstance(orientation, int) else None
+
+
+def _png_exif(image: Image.Image) -> Image.Exif:
+    """The tags of a PNG, which may stand behind its pixels, without decoding these as Pillow would."""
+    file = getattr(image, "fp", None)
+    if "exif" in image.info or file is None:
+        return image.getexif()
+    tags = Image.Exif()
+    place = file.tell()
+    file.seek(8)
+    while len(head := file.read(8)) == 8:
+        length = int.from_bytes(head[:4], "big")
+        if head[4:] == b"eXIf":
+            tags.load(b"Exif\0\0" + file.read(min(length, _EXIF_LIMIT)))
+            break
+        file.seek(length + 4, os.SEEK_CUR)
+    file.seek(place)
+    return tags
 
 
 def _is_data_url(text: str) -> bool:

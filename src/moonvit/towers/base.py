@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moonvit.config import TowerConfig
+from moonvit.errors import NumericsError
 
 Tap = Callable[[str, Tensor], None]
 """Receives each stage by name as it is computed."""
@@ -41,6 +42,20 @@ class Features:
     deepstack: list[list[Tensor]] = field(default_factory=list)
 
 
+def check_finite(features: Features, dtype: torch.dtype) -> None:
+    """`NumericsError` where a picture's result is not finite."""
+    name = str(dtype).removeprefix("torch.")
+    for per_picture in (features.embeddings, *features.deepstack):
+        for number, values in enumerate(per_picture):
+            if not bool(torch.isfinite(values).all()):
+                raise NumericsError(
+                    f"picture {number} of the batch: NaN or infinity came out in {name}",
+                    "it overflowed: use bfloat16 or float32"
+                    if dtype == torch.float16
+                    else "moonvit verify tells whether the weights are finite",
+                )
+
+
 class VisionModel(nn.Module):
     """A tower with its projector; a family defines `run`."""
 
@@ -63,7 +78,12 @@ class VisionModel(nn.Module):
         if len(given) != 1:
             fault = "missing" if not given else f"given {len(given)} times, by several of its names"
             raise ValueError(f"grid_thws is {fault}")
-        return self.run(pixel_values, given[0], tap).embeddings
+        features = self.run(pixel_values, given[0], tap)
+        if pixel_values.device.type != "meta" and not torch.compiler.is_compiling():
+            dtype = next(self.parameters()).dtype
+            if dtype == torch.float16:  # the one type whose range the activations may leave
+                check_finite(features, dtype)
+        return features.embeddings
 
     def run(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
         """Embeddings and what goes beside them."""

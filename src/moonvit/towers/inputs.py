@@ -27,7 +27,7 @@ def checked_grids(
     """The grids as integers, after checking that they fit the pixels and the tower.
 
     Raises `ValueError` naming the argument and both numbers, `NumericsError` for pixels that are not
-    finite. This is the one place of a forward pass that waits for the device.
+    finite. All waiting for the device in a forward pass is done here.
     """
     grids = as_grids(grid_thws)
     if pixel_values.shape[1:] != patch_shape:

@@ -114,7 +114,7 @@ class Block(nn.Module):
         return x_ND + mlp_ND
 
 
-class Encoder(nn.Module):
+class BlockStack(nn.Module):
     """The blocks and the last norm."""
 
     def __init__(self, config: VisionConfig) -> None:
@@ -147,7 +147,7 @@ class VisionTower(nn.Module):
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)
-        self.encoder = Encoder(config)
+        self.encoder = BlockStack(config)
 
     def forward(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> list[Tensor]:
         """Encode a packed batch of pictures and clips.

@@ -1,6 +1,7 @@
 """A checkpoint in a directory; its tensors are memory-mapped."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,10 @@ class LocalCheckpoint(Checkpoint):
             self._maps[shard] = np.memmap(inside(self.directory, shard), np.uint8, mode="c")
         return self._maps[shard][start:stop]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the mapped files, which a copy or another process maps for itself."""
+        return {name: value for name, value in self.__dict__.items() if name != "_maps"}
+
     @lazy
     def _maps(self) -> dict[str, NDArray[np.uint8]]:
         return {}
@@ -57,7 +62,11 @@ def inside(directory: Path, name: str) -> Path:
     """
     check_name(name)
     path = directory / name
-    if not path.exists():
+    try:
+        present = path.exists()
+    except OSError as error:  # such as a name longer than the system allows
+        raise WeightsError(name, [f"no such file: {error.strerror}"]) from error
+    if not present:
         raise WeightsError(name, ["no such file"])
     real, home = path.resolve(), directory.resolve()
     blobs = home.parent.parent / "blobs"

@@ -204,7 +204,7 @@ class Checkpoint:
         except FetchError:
             raise
         except WeightsError as error:
-            self.faults.extend(f"{shard}: {fault}" for fault in error.faults)
+            self.faults.extend(f"{shard[:200]}: {fault}" for fault in error.faults)
             self.lost.update(names.values())
             return
         self.shards[shard] = header

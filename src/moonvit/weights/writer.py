@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from moonvit.errors import MoonvitError
 from moonvit.weights.place import beside
 
 _DTYPE_NAMES = {
@@ -33,12 +34,14 @@ class SafetensorsWriter:
     """
 
     def __init__(self, path: Path, reserve: int = 64 * 1024) -> None:
-        self.path = path
+        self.path = path.resolve()  # through a link, to what it stands for
+        if self.path.exists() and not self.path.is_file():
+            raise MoonvitError(f"{path}: is no regular file", "name a file to write")
         self.metadata: dict[str, str] = {}
         self._reserve = reserve + (-reserve % 8)
         self._entries: dict[str, Any] = {}
         self._offset = 0
-        self._partial = beside(path)
+        self._partial = beside(self.path)
 
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
