@@ -89,7 +89,14 @@ class VisionConfig(TowerConfig):
         model_type = top.choice("model_type", *MODEL_TYPES)
         vision = top.section("vision_config")
         _require_k3(vision)
-        result = cls(
+        result = cls.from_fields(vision, model_type=model_type, norm="rmsnorm", norm_eps=FLOAT32_EPS)
+        check_geometry(result, top, vision)
+        return result
+
+    @classmethod
+    def from_fields(cls, vision: Fields, *, model_type: str, norm: str, norm_eps: float) -> "VisionConfig":
+        """The fields of a Kimi `vision_config` under their released names, each checked by itself."""
+        return cls(
             model_type=model_type,
             patch_size=vision.square("patch_size", 1, 256),
             merge_size=vision.square("merge_kernel_size", 2, 2),
@@ -102,16 +109,14 @@ class VisionConfig(TowerConfig):
             pos_emb_width=vision.integer("init_pos_emb_width", 1, 4096),
             pos_emb_time=vision.integer("init_pos_emb_time", 1, 4096),
             interpolation=vision.choice("pos_emb_interpolation_mode", "bilinear", "bicubic"),
-            norm="rmsnorm",
+            norm=norm,
             attn_bias=vision.flag("attn_bias"),
             linear_bias=vision.flag("linear_bias"),
             patch_bias=vision.flag("patch_embed_proj_bias"),
             projector_eps=vision.number("projector_ln_eps", 0.0, 1.0),
             text_hidden_size=vision.integer("text_hidden_size", 1, 2**20),
-            norm_eps=FLOAT32_EPS,
+            norm_eps=norm_eps,
         )
-        check_geometry(result, top, vision)
-        return result
 
 
 def _require_k3(vision: Fields) -> None:

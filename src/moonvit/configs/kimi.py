@@ -66,27 +66,8 @@ def _sibling(config: Mapping[str, Any], where: str, family: str, defaults: dict[
     vision = _released_names(top, defaults)
     _require(vision)
     norm = vision.choice("norm_type", "layernorm", "rmsnorm")
-    result = VisionConfig(
-        model_type=family,
-        patch_size=vision.square("patch_size", 1, 256),
-        merge_size=vision.square("merge_kernel_size", 2, 2),
-        hidden_size=vision.integer("vt_hidden_size", 2, 65536),
-        intermediate_size=vision.integer("vt_intermediate_size", 1, 2**20),
-        num_layers=vision.integer("vt_num_hidden_layers", 1, 1000),
-        num_heads=vision.integer("vt_num_attention_heads", 1, 1024),
-        qkv_hidden_size=vision.integer("qkv_hidden_size", 4, 65536),
-        pos_emb_height=vision.integer("init_pos_emb_height", 1, 4096),
-        pos_emb_width=vision.integer("init_pos_emb_width", 1, 4096),
-        pos_emb_time=vision.integer("init_pos_emb_time", 1, 4096),
-        interpolation=vision.choice("pos_emb_interpolation_mode", "bilinear", "bicubic"),
-        norm=norm,
-        attn_bias=vision.flag("attn_bias"),
-        linear_bias=vision.flag("linear_bias"),
-        patch_bias=vision.flag("patch_embed_proj_bias"),
-        projector_eps=vision.number("projector_ln_eps", 0.0, 1.0),
-        text_hidden_size=vision.integer("text_hidden_size", 1, 2**20),
-        norm_eps=LAYERNORM_EPS if norm == "layernorm" else FLOAT32_EPS,
-    )
+    norm_eps = LAYERNORM_EPS if norm == "layernorm" else FLOAT32_EPS
+    result = VisionConfig.from_fields(vision, model_type=family, norm=norm, norm_eps=norm_eps)
     check_geometry(result, top, vision)
     return result
 

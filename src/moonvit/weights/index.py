@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moonvit.errors import ConfigError, FetchError, WeightsError
-from moonvit.fields import Fields, parse_json, shown
+from moonvit.fields import JSON_LIMIT, Fields, parse_json, shown
 from moonvit.lazy import lazy
 from moonvit.weights.header import Header, TensorEntry
 from moonvit.weights.names import KIMI_K3, NameMap, canonical_names
@@ -117,7 +117,7 @@ class Checkpoint:
         video = "video_preprocessor_config.json"
         wanted = ["config.json", "preprocessor_config.json"]
         wanted += [video] if video in self.file_names() else []
-        return {name: self.small_file(name, 2**24) for name in wanted}
+        return {name: self.small_file(name, JSON_LIMIT) for name in wanted}
 
     @lazy
     def names(self) -> NameMap:
@@ -222,7 +222,7 @@ class Checkpoint:
 
     def _json(self, name: str) -> Mapping[str, Any]:
         where = f"{self.where}/{name}"
-        return Fields(parse_json(self.small_file(name, 16 * 2**20), where), where).values
+        return Fields(parse_json(self.small_file(name, JSON_LIMIT), where), where).values
 
 
 def check_name(name: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from moonvit.errors import MoonvitError, OfflineError, WeightsError
-from moonvit.fields import read_bytes
+from moonvit.fields import JSON_LIMIT, read_bytes
 from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.hub import HubCheckpoint, HubRepo, is_commit
 from moonvit.weights.index import Checkpoint
@@ -100,9 +100,9 @@ def small_files(path_or_repo: str | os.PathLike[str], revision: str | None = Non
     found: dict[str, bytes] = {}
     for file in ("preprocessor_config.json", "config.json"):
         if path is not None and (file.startswith("pre") or (path / file).exists()):
-            found[file] = read_bytes(path / file, 2**24)
+            found[file] = read_bytes(path / file, JSON_LIMIT)
         elif path is None:
-            found[file] = HubRepo(name, revision).download(file, 2**24)
+            found[file] = HubRepo(name, revision).download(file, JSON_LIMIT)
     return found
 
 
