@@ -1,6 +1,7 @@
 """Which token comes next."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,16 @@ class Sampling:
 def _require(name: str, value: object, good: bool, expected: str) -> None:
     if not good:
         raise MoonvitError(f"{name} is {value!r}, expected {expected}")
+
+
+def as_sampling(sampling: Sampling | None, how: dict[str, Any]) -> Sampling:
+    """The sampling with some fields replaced; `MoonvitError` for a field that there is not."""
+    try:
+        return replace(sampling or Sampling(), **how)
+    except TypeError as error:
+        known = ", ".join(Sampling.__dataclass_fields__)
+        given = ", ".join(how.keys() - Sampling.__dataclass_fields__.keys())
+        raise MoonvitError(f"no such option: {given}", f"there are {known}") from error
 
 
 class Sampler:
