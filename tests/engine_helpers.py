@@ -14,6 +14,9 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import parity_helpers as parity
+from moonvit.engine.media import Media
+from moonvit.engine.session import Request
+from moonvit.pixels.base import PixelBatch
 
 WORDS = ("the ", "in", "on", "er", "th", "pict", "ure", "what", " is", " this", "?")
 """Merged tokens of the small vocabularies, so that text is not bytes alone."""
@@ -27,7 +30,7 @@ KIMI_MARKS = (
     "[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>",
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
     "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|media_begin|>", "<|media_content|>",
-    "<|media_end|>", "<|media_pad|>", "<think>", "</think>",
+    "<|media_end|>", "<|media_pad|>", "<|media_start|>", "<think>", "</think>",
 )  # fmt: skip
 VOCABULARY = 256 + len(WORDS) + 32
 """Bytes, words and room for marks; a few ids at the end stand for nothing."""
@@ -61,16 +64,22 @@ class Whole:
     family: str
 
 
-def lively(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Random weights under which greedy text is not one token for ever and depends on the picture."""
+def lively(model: torch.nn.Module, seed: int, memory: float = 1.0, tied: bool = False) -> torch.nn.Module:
+    """Random weights under which greedy text is not one token for ever and depends on the picture.
+
+    `memory` scales what attention brings, against what the last token alone says.
+    """
     parity.randomize(model, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("embed_tokens.weight"):
-                value.copy_(torch.randn(value.shape, generator=generator))
+                scale = value.shape[1] ** -0.5 if tied else 1.0  # or the last token would be the next
+                value.copy_(scale * torch.randn(value.shape, generator=generator))
             elif name.endswith("e_score_correction_bias"):
                 value.copy_(0.1 * torch.randn(value.shape, generator=generator))
+            elif name.endswith("self_attn.o_proj.weight"):
+                value.mul_(memory)
             elif ".experts." in name and value.ndim == 3:
                 value.copy_(torch.randn(value.shape, generator=generator) / value.shape[-1] ** 0.5)
     return model.eval()
@@ -136,7 +145,8 @@ VIDEO_PIXELS = {**PIXELS, "max_pixels": 24 * 28 * 28}
 
 
 def _saved_qwen(model: torch.nn.Module, directory: Path, family: str, patch: int, seed: int) -> Whole:
-    lively(model, seed).save_pretrained(directory)
+    tied = bool(model.config.tie_word_embeddings)
+    lively(model, seed, memory=2.0 if tied else 1.0, tied=tied).save_pretrained(directory)
     for name, pixels in (("preprocessor_config", PIXELS), ("video_preprocessor_config", VIDEO_PIXELS)):
         (directory / f"{name}.json").write_text(json.dumps({**pixels, "patch_size": patch}))
     write_qwen_tokenizer(directory)
@@ -148,7 +158,7 @@ def qwen2_vl(directory: Path) -> Whole:
 
     vision = {"depth": 2, "embed_dim": 48, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
     config = Qwen2VLConfig(text_config=dict(TEXT), vision_config=vision, **qwen_marks_in_config())
-    return _saved_qwen(Qwen2VLForConditionalGeneration(config), directory, "qwen2_vl", 14, 21)
+    return _saved_qwen(Qwen2VLForConditionalGeneration(config), directory, "qwen2_vl", 14, 71)
 
 
 def qwen2_5_vl(directory: Path) -> Whole:
@@ -162,7 +172,7 @@ def qwen2_5_vl(directory: Path) -> Whole:
     config = Qwen2_5_VLConfig(
         text_config=text, vision_config=vision, tie_word_embeddings=True, **qwen_marks_in_config()
     )
-    return _saved_qwen(Qwen2_5_VLForConditionalGeneration(config), directory, "qwen2_5_vl", 14, 22)
+    return _saved_qwen(Qwen2_5_VLForConditionalGeneration(config), directory, "qwen2_5_vl", 14, 32)
 
 
 def qwen3_vl(directory: Path) -> Whole:
@@ -189,9 +199,12 @@ def kimi_k25(directory: Path, layout: str = "released") -> Whole:
     config = Kimi_K25Config(
         text_config=dict(DEEPSEEK), vision_config=vision, projection_hidden_size=48,
         tie_word_embeddings=False, image_token_id=mark_ids(KIMI_MARKS)["<|media_pad|>"],
-        video_token_id=VOCABULARY - 1,
+        video_token_id=VOCABULARY - 1, vision_start_token_id=mark_ids(KIMI_MARKS)["<|media_begin|>"],
+        vision_end_token_id=mark_ids(KIMI_MARKS)["<|media_end|>"],
     )  # fmt: skip
-    model = lively(Kimi_K25ForConditionalGeneration(config), 24)
+    model = lively(Kimi_K25ForConditionalGeneration(config), 54, memory=2.0)
+    with torch.no_grad():  # transformers takes a pad that is written for id 0, so that none must be
+        model.lm_head.weight[[config.image_token_id, config.video_token_id]] = 0
     model.save_pretrained(directory, save_original_format=layout != "native")
     if layout == "released":
         file = directory / "model.safetensors"
@@ -237,7 +250,7 @@ def kimi_vl(directory: Path) -> Whole:
 
     _, tower = parity.kimi_vl_pair(directory / "vision", width=64)
     text = {**DEEPSEEK, "q_lora_rank": None}
-    model = lively(DeepseekV3ForCausalLM(DeepseekV3Config(**text)), 25)
+    model = lively(DeepseekV3ForCausalLM(DeepseekV3Config(**text)), 55)
     model.save_pretrained(directory / "text")
     tensors = load_file(directory / "vision" / "model.safetensors")
     for name, tensor in load_file(directory / "text" / "model.safetensors").items():
@@ -260,6 +273,61 @@ MAKERS = {
     "kimi_k25": kimi_k25,
     "kimi_vl": kimi_vl,
 }
+
+
+@dataclass
+class Asked:
+    """What `transformers` is given for a request of ours: ids, and pixels by our own processor."""
+
+    ids: torch.Tensor
+    inputs: dict[str, Any]
+
+
+def as_asked(whole: Whole, request: Request, pixels: Sequence[PixelBatch]) -> Asked:
+    """`pixels`: one batch a picture and one a video, in order; a video's holds all its chunks."""
+    ids = list(request.prompt.ids)
+    kinds = [0] * len(ids)
+    for slot in request.prompt.slots:
+        for place in range(slot.start, slot.start + slot.length):
+            kinds[place] = 1 if slot.kind == "image" else 2
+            if slot.kind == "video" and whole.family == "kimi_k25":
+                ids[place] = whole.model.config.video_token_id  # transformers has a pad of its own for these
+    stills = [batch for batch, media in zip(pixels, request.media, strict=True) if is_still(media)]
+    clips = [
+        (batch, media) for batch, media in zip(pixels, request.media, strict=True) if not is_still(media)
+    ]
+    inputs: dict[str, Any] = {}
+    if stills:
+        inputs["pixel_values"] = torch.cat([batch.pixel_values for batch in stills])
+        inputs["image_grid_thw"] = torch.cat([batch.grid_thws for batch in stills])
+    if clips:
+        inputs["pixel_values_videos"] = torch.cat([batch.pixel_values for batch, _ in clips])
+        grids = [batch.grid_thws for batch, _ in clips]
+        if whole.family.startswith("qwen"):  # one grid a video, its patches of frames counted
+            grids = [torch.tensor([[len(grid), *grid[0, 1:].tolist()]]) for grid in grids]
+        inputs["video_grid_thw"] = torch.cat(grids)
+        if whole.family == "qwen2_5_vl":
+            inputs["second_per_grid_ts"] = torch.tensor([media.interval for _, media in clips])
+    if whole.family.startswith("qwen"):
+        inputs["mm_token_type_ids"] = torch.tensor([kinds])
+    return Asked(torch.tensor([ids]), inputs)
+
+
+def is_still(media: Media) -> bool:
+    return not hasattr(media.part, "chunks")
+
+
+def reference_reply(whole: Whole, asked: Asked, tokens: int, ends: Sequence[int]) -> tuple[list[int], Any]:
+    """Greedy ids by `generate`, and the logits of the first step."""
+    with torch.no_grad():
+        first = whole.model(input_ids=asked.ids, **asked.inputs).logits[0, -1]
+        if hasattr(whole.model, "model"):
+            whole.model.model.rope_deltas = None
+        out = whole.model.generate(
+            input_ids=asked.ids, attention_mask=torch.ones_like(asked.ids), **asked.inputs,
+            do_sample=False, max_new_tokens=tokens, eos_token_id=list(ends), pad_token_id=0,
+        )  # fmt: skip
+    return out[0, asked.ids.shape[1] :].tolist(), first
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:
