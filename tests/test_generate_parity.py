@@ -17,6 +17,8 @@ from moonvit.pixels.base import PixelBatch
 pytest.importorskip("transformers")
 pytest.importorskip("tiktoken")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BUDGET = 1e-5
 """Relative to the largest logit; float32 sums in another order."""
 TOKENS = 32

@@ -42,8 +42,12 @@ from moonvit.pixels.decode import Exif, Limits
     metavar="P",
     help="Keep the likeliest tokens that together reach P.",
 )
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the random choice. [default: another each time]")
-@click.option("--max-new-tokens", type=click.IntRange(1), metavar="N", help="Of a reply. [default: up to 512]")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), help="Of the random choice. [default: another each time]"
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(1), metavar="N", help="Of a reply. [default: up to 512]"
+)
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be given again.")
 @options.revision
 @options.dtype
@@ -109,7 +113,7 @@ def command(
 def _questions(text: str, sources: list[str], several: bool) -> Iterator[tuple[str, list[str]]]:
     yield text, sources
     if several:
-        for line in click.get_text_stream("stdin"):
+        for line in sys.stdin:
             if line.strip():
                 yield line.rstrip("\n"), []
 

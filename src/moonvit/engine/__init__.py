@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moonvit.engine.chat import Chat
     from moonvit.engine.generator import Generator
-    from moonvit.engine.media import Media
+    from moonvit.engine.media import Clip, Look, Media
     from moonvit.engine.reply import Reply
     from moonvit.engine.sampling import Sampling
 
 _HOMES = {
     "Chat": "moonvit.engine.chat",
+    "Clip": "moonvit.engine.media",
     "Generator": "moonvit.engine.generator",
+    "Look": "moonvit.engine.media",
     "Media": "moonvit.engine.media",
     "Reply": "moonvit.engine.reply",
     "Sampling": "moonvit.engine.sampling",
 }
 
-__all__ = ["Chat", "Generator", "Media", "Reply", "Sampling"]
+__all__ = ["Chat", "Clip", "Generator", "Look", "Media", "Reply", "Sampling"]
 
 
 def __getattr__(name: str) -> Any:

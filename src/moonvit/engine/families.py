@@ -93,8 +93,12 @@ def text_config(family: str, config: Mapping[str, Any], where: str) -> tuple[Any
 
     `ConfigError` for one that transformers refuses.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     kind = text_family(family)
-    configuration = getattr(transformers_module(kind.module.replace("modeling", "configuration")), kind.config)
+    configuration = getattr(
+        transformers_module(kind.module.replace("modeling", "configuration")), kind.config
+    )
     try:
         if kind.nested:
             whole = configuration.from_dict(dict(config))
@@ -102,5 +106,5 @@ def text_config(family: str, config: Mapping[str, Any], where: str) -> tuple[Any
             return found, bool(whole.tie_word_embeddings or getattr(found, "tie_word_embeddings", False))
         found = configuration.from_dict({**config["text_config"], "model_type": "deepseek_v3"})
         return found, bool(config.get("tie_word_embeddings") or found.tie_word_embeddings)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
         raise ConfigError(f"{where}: text_config: {' '.join(str(error).split())[:300]}") from error

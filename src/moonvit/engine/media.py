@@ -34,12 +34,10 @@ class Clip:
 
 @dataclass(frozen=True)
 class Look:
-    """How pictures are read: `exif` turns them upright, `max_tokens` lowers the budget of each picture;
-    `experimental` lets K3 take videos."""
+    """How pictures are read: `exif` turns them upright, `max_tokens` lowers the budget of each picture."""
 
     max_tokens: int | None = None
     exif: Exif = "apply"
-    experimental: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ class Eyes:
             return self.kept[key]
         frames, fps = (source.frames, source.fps) if isinstance(source, Clip) else (source, None)
         video = open_video(frames, fps=fps, limits=self.encoder.processor.limits, exif=look.exif)
-        chunks = list(video_chunks(self.encoder, video, look.experimental))
+        chunks = list(video_chunks(self.encoder, video))
         sampled_fps = sum(len(chunk.frames) for chunk in chunks) / video.count * video.fps
         media = Media(
             part=Video(tuple(Chunk(chunk.timestamp, len(chunk.embeddings)) for chunk in chunks)),
@@ -193,5 +191,4 @@ def _file_key(source: Any, look: Look) -> str:
         status = Path(source).stat()
     except OSError:  # said when it is opened
         return f"missing {uuid4()}"
-    how = f"{look.exif} {look.experimental}"
-    return f"video {Path(source).resolve()} {status.st_size} {status.st_mtime_ns} {how}"
+    return f"video {Path(source).resolve()} {status.st_size} {status.st_mtime_ns} {look.exif}"

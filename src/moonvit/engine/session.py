@@ -55,7 +55,9 @@ class Request:
         return mask_T
 
 
-def make_request(prompt: Prompt, media: Sequence[Media], axial: QwenConfig | None, per_second: int) -> Request:
+def make_request(
+    prompt: Prompt, media: Sequence[Media], axial: QwenConfig | None, per_second: int
+) -> Request:
     """`PromptError` where slots and embeddings do not go together, with both numbers.
 
     Args:

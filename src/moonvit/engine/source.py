@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from moonvit.engine.families import check_text_config, text_family
+from moonvit.errors import OfflineError
 from moonvit.families import family_of
 from moonvit.fields import JSON_LIMIT, parse_json
 from moonvit.weights.hub import HubRepo, endpoint
@@ -23,7 +24,8 @@ def find_whole(
 ) -> Path:
     """The directory of a whole checkpoint; a repository goes into huggingface-hub's own cache.
 
-    A family or a quantisation that cannot be run is refused by `config.json` alone, before the fetch.
+    A family or a quantisation that cannot be run is refused by `config.json` alone, before the fetch. Where
+    the hub cannot be reached, what was fetched before serves.
     """
     path = local_path(path_or_repo)
     if path is not None:
@@ -33,15 +35,14 @@ def find_whole(
     cache = Path(cache_dir) if cache_dir else None
     repo = HubRepo(str(path_or_repo), revision, token, cache)
     if not local_files_only:
-        where = f"{repo.name}/config.json"
-        config = parse_json(repo.download("config.json", JSON_LIMIT), where)
-        family = family_of(config, where).name
-        text_family(family)
-        check_text_config(family, config, where)
+        try:
+            _check_config(repo)
+        except OfflineError:  # what the cache has will do
+            local_files_only = True
     found = repo.asked(
         lambda: snapshot_download(
             repo.name,
-            revision=revision if local_files_only else repo.commit,
+            revision=revision,
             token=token,
             cache_dir=cache,
             endpoint=endpoint(),
@@ -50,3 +51,11 @@ def find_whole(
         )
     )
     return Path(found)
+
+
+def _check_config(repo: HubRepo) -> None:
+    where = f"{repo.name}/config.json"
+    config = parse_json(repo.download("config.json", JSON_LIMIT), where)
+    family = family_of(config, where).name
+    text_family(family)
+    check_text_config(family, config, where)

@@ -4,7 +4,6 @@ Shape letters: T tokens of a step, D hidden_size, V vocabulary, n tokens of pict
 """
 
 import inspect
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,11 +46,10 @@ class TextModel:
 
     def load(self, dtype: torch.dtype, device: torch.device) -> None:
         """Read the weights; tensors of that type already are mapped, not copied, on the CPU."""
-        precise = [re.escape(name) for name in getattr(self.decoder, "_keep_in_fp32_modules_strict", None) or ()]
-        state: dict[str, Tensor] = {}
-        for name, shape in self._shapes().items():
-            kept = any(re.search(rf"(^|\.){part}(\.|$)", name) for part in precise)
-            state[name] = self._weights.read(name, shape, torch.float32 if kept else dtype).to(device)
+        state = {
+            name: self._weights.read(name, shape, torch.float32 if self._precise(name) else dtype).to(device)
+            for name, shape in self._shapes().items()
+        }
         head = state["embed_tokens.weight"] if self.tied else state.pop("lm_head.weight")
         self.decoder.load_state_dict(state, strict=True, assign=True)
         self.head.load_state_dict({"weight": head}, strict=True, assign=True)
@@ -60,11 +58,16 @@ class TextModel:
         self.head.requires_grad_(False)
         self.loaded = True
 
+    def _precise(self, name: str) -> bool:
+        """Whether transformers keeps the tensor in float32 whatever the type of the rest."""
+        parts = getattr(self.decoder, "_keep_in_fp32_modules_strict", None) or ()
+        return any(f".{part}." in f".{name}." for part in parts)
+
     def _make_tables(self, device: torch.device) -> None:
         """Rotary tables, which no checkpoint stores and the meta device does not hold."""
+        rotary: Any = type(self.decoder.rotary_emb)
         with torch.device("cpu"):
-            rotary: nn.Module = type(self.decoder.rotary_emb)(config=self.config)  # type: ignore[operator]
-        self.decoder.rotary_emb = rotary.to(device)
+            self.decoder.rotary_emb = rotary(config=self.config).to(device)
         empty = [n for n, t in (*self.decoder.named_parameters(), *self.decoder.named_buffers()) if t.is_meta]
         assert not empty, empty
 
@@ -89,7 +92,7 @@ class TextModel:
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """[T, D] of ids, int64."""
-        embedding: nn.Module = self.decoder.embed_tokens  # type: ignore[assignment]
+        embedding = self.decoder.get_submodule("embed_tokens")
         rows: Tensor = embedding(ids_T.to(self.device))
         return rows
 

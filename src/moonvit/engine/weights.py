@@ -64,6 +64,7 @@ class TextWeights:
         self.layers = layers
         self.stored: dict[str, Stored] = {}
         self.faults: list[str] = []
+        self._lost: set[str | None] = set()
         vision = canonical_names(checkpoint.weight_map, checkpoint.names)
         by_shard: dict[str, list[str]] = {}
         for name, shard in checkpoint.weight_map.items():
@@ -78,6 +79,7 @@ class TextWeights:
             header = self.checkpoint.header(shard)
         except WeightsError as error:
             self.faults.extend(f"{shard[:200]}: {fault}" for fault in error.faults)
+            self._lost.update(map(inner_name, names))
             return
         for name in names:
             inner = inner_name(name)
@@ -85,6 +87,7 @@ class TextWeights:
                 self.faults.append(f"{name}: in {shard}, but no part of this family")
             elif name not in header.tensors:
                 self.faults.append(f"{name}: not in {shard}, where the index places it")
+                self._lost.add(inner)
             elif inner in self.stored:
                 self.faults.append(f"{name}: a second {inner}, in {shard}")
             elif not self._left_alone(inner):
@@ -96,36 +99,38 @@ class TextWeights:
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """`WeightsError`, holding every fault, unless the tensors are exactly those expected."""
+        where = f"{self.checkpoint.where}: text model"
+        if not self.stored and not self.faults:
+            raise WeightsError(where, ["no text tensors"], "this checkpoint is the vision half alone")
         shapes = self.as_stored(expected)
         faults = list(self.faults)
         for name, shape in shapes.items():
-            stored = self.stored.get(name)
-            if stored is None:
-                faults.append(f"{name}: missing, expected shape {list(shape)}")
-            elif stored.entry.dtype not in TORCH_DTYPES:
-                kinds = ", ".join(TORCH_DTYPES)
-                faults.append(
-                    f"{stored.entry.name}: type {stored.entry.dtype} in {stored.shard}, expected one of {kinds}"
-                )
-            elif stored.entry.shape != shape:
-                faults.append(
-                    f"{stored.entry.name}: shape {list(stored.entry.shape)} in {stored.shard}, "
-                    f"expected {list(shape)}"
-                )
+            faults += self._tensor_faults(name, shape)
         for name in sorted(self.stored.keys() - shapes.keys()):
             stored = self.stored[name]
-            faults.append(
-                f"{stored.entry.name}: in {stored.shard}, but this text model has no such tensor"
-            )
+            faults.append(f"{stored.entry.name}: in {stored.shard}, but this text model has no such tensor")
         if faults:
-            where = f"{self.checkpoint.where}: text model"
             raise WeightsError(where, faults, "the text half of a checkpoint is needed whole")
+
+    def _tensor_faults(self, name: str, shape: tuple[int, ...]) -> list[str]:
+        stored = self.stored.get(name)
+        if stored is None:
+            return [] if name in self._lost else [f"{name}: missing, expected shape {list(shape)}"]
+        entry, where = stored.entry, f"in {stored.shard}"
+        faults = []
+        if entry.dtype not in TORCH_DTYPES:
+            faults.append(
+                f"{entry.name}: type {entry.dtype} {where}, expected one of {', '.join(TORCH_DTYPES)}"
+            )
+        if entry.shape != shape:
+            faults.append(f"{entry.name}: shape {list(entry.shape)} {where}, expected {list(shape)}")
+        return faults
 
     def as_stored(self, expected: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """The expected shapes as this checkpoint splits them: experts stacked, or each apart."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in expected.items():
-            if name in self.stored or not EXPERTS.fullmatch(name):
+            if name in self.stored or name in self._lost or not EXPERTS.fullmatch(name):
                 shapes[name] = shape
                 continue
             parts = expert_parts(name)
