@@ -457,7 +457,9 @@ def test_counts_and_widths_that_differ(k3):
     media = encode_media(Encoder.from_pretrained(k3, dtype="float32"), [PHOTO, WIDE])
     with pytest.raises(PromptError, match="1 slots, but embeddings for 2"):
         builder.embed(embeds.prompt, media)
-    with pytest.raises(PromptError, match="slot 0 has 15 pads, its embeddings 88 rows|15 pads, but embeddings of 88 rows"):
+    with pytest.raises(
+        PromptError, match="slot 0 has 15 pads, its embeddings 88 rows|15 pads, but embeddings of 88 rows"
+    ):
         builder.embed(embeds.prompt, media[1:])
     with pytest.raises(PromptError, match="15 pads, but embeddings of 0 rows"):
         builder.embed(embeds.prompt, [])
