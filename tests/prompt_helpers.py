@@ -6,8 +6,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moonvit.fields import read_bytes
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+from torch import Tensor
+
+from conftest import IMAGES
+from moonvit.cli import group
+from moonvit.encoder import Encoder
 from moonvit.prompt import PromptFormat
+from moonvit.prompt.embeds import PromptBuilder, PromptEmbeds, encode_media, question
+from moonvit.weights.checkpoint import LocalCheckpoint
+
+PHOTO = str(IMAGES / "photo_130x80.jpg")
+WIDE = str(IMAGES / "rgb_300x200.png")
 
 WORDS = [
     "th",
@@ -139,5 +150,23 @@ def write_tokenizer(directory: Path, family: str) -> None:
         (directory / name).write_bytes(data)
 
 
-def read_all(path: Path) -> bytes:
-    return read_bytes(path, 2**30)
+def text_table(directory: Path) -> Tensor:
+    """The text embedding of a checkpoint in a directory, whole."""
+    tensors: dict[str, Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return next(value for name, value in tensors.items() if name.endswith("embed_tokens.weight"))
+
+
+def run(*words: object) -> Result:
+    """`moonvit prompt` in this process."""
+    return CliRunner().invoke(group, ["prompt", *map(str, words)], catch_exceptions=True)
+
+
+def build(directory: Path, sources: list[str]) -> tuple[Encoder, PromptBuilder, PromptEmbeds]:
+    """A question about pictures as the library makes it, in float32."""
+    encoder = Encoder.from_pretrained(directory, dtype="float32")
+    builder = PromptBuilder(LocalCheckpoint(directory))
+    media = encode_media(encoder, sources)
+    prompt = builder.format.encode(question("What is this?", [medium.part for medium in media]))
+    return encoder, builder, builder.embed(prompt, media)

@@ -79,6 +79,12 @@ def _kimi_chunks(
 
 
 def _kimi_rules(family: str, processor: KimiProcessor, experimental: bool) -> ClipRules:
+    check_videos(family, experimental)
+    return processor.config.clip or K25_CLIP
+
+
+def check_videos(family: str, experimental: bool = False) -> None:
+    """`MoonvitError` for a family that takes no videos; see `Encoder.encode_video`."""
     if family == "kimi_vl":
         raise MoonvitError("kimi_vl takes no videos", "encode frames as pictures")
     if family == "kimi_k3" and not experimental:
@@ -86,7 +92,6 @@ def _kimi_rules(family: str, processor: KimiProcessor, experimental: bool) -> Cl
             "kimi_k3: its own processor takes pictures only",
             "experimental=True (--experimental) cuts clips as K2.5 does",
         )
-    return processor.config.clip or K25_CLIP
 
 
 def _video_rules(encoder: "Encoder", processor: QwenProcessor) -> QwenPixels:

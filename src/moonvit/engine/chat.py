@@ -64,7 +64,8 @@ class Chat:
         chosen = as_sampling(sampling, how)
         eyes = self.generator.eyes
         opened = [eyes.open(source, look or Look()) for source in as_list(media)]
-        turn = Turn("user", (*(item.part for item in opened), text))
+        parts = tuple(item.part for item in opened)
+        turn = Turn("user", (*parts, text) if text else parts)
         prompt = self.generator.format.encode([*self.turns, turn], thinking=self.thinking)
         self.generator.room(len(prompt.ids), chosen)
         seen = eyes.see(opened)

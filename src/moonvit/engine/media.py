@@ -17,8 +17,9 @@ from moonvit.encoder import Encoder, grouped
 from moonvit.ops.grid import Grid
 from moonvit.pixels.base import Prepared
 from moonvit.pixels.decode import Exif
-from moonvit.pixels.video import SUFFIXES, open_video
+from moonvit.pixels.video import open_video
 from moonvit.prompt import Chunk, Image, Video
+from moonvit.prompt.embeds import is_video
 
 CACHE_BYTES = 512 * 2**20
 """Embeddings that a generator keeps for pictures that come again."""
@@ -103,7 +104,7 @@ class Eyes:
         """
         if isinstance(source, Media):
             return source
-        if isinstance(source, Clip) or is_video(source):
+        if isinstance(source, Clip) or _names_video(source):
             return self._video(source, look)
         prepared = self.encoder.processor.prepare(source, max_tokens=look.max_tokens, exif=look.exif)
         return Opened(prepared, _picture_key(prepared))
@@ -168,9 +169,8 @@ def as_list(media: Any) -> list[Any]:
     return list(media) if isinstance(media, list | tuple) else [media]
 
 
-def is_video(source: Any) -> bool:
-    """Whether it names a video's file, by its ending."""
-    return isinstance(source, str | os.PathLike) and Path(source).suffix.lower() in SUFFIXES
+def _names_video(source: Any) -> bool:
+    return isinstance(source, str | os.PathLike) and is_video(str(os.fspath(source)))
 
 
 def _frames_of_a_patch(encoder: Encoder) -> int:

@@ -43,10 +43,10 @@ class PromptFormat:
 
     @classmethod
     def open(cls, checkpoint: Files | str | os.PathLike[str], family: str | None = None) -> Self:
-        """The format of a checkpoint; no tensor is read.
+        """The format of a checkpoint; of one named here only config and tokenizer files are read.
 
         Args:
-            checkpoint: an opened one, or a directory or repository.
+            checkpoint: an opened one, or a directory or repository, which need hold no weights.
             family: one of `FORMS`; None is what `config.json` says.
 
         Raises:
@@ -55,9 +55,9 @@ class PromptFormat:
             PromptError: for an unknown family.
         """
         if isinstance(checkpoint, str | os.PathLike):
-            from moonvit.weights.source import open_checkpoint
+            from moonvit.weights.source import ConfigFiles
 
-            checkpoint = open_checkpoint(checkpoint)
+            checkpoint = ConfigFiles(checkpoint)
         where = f"{checkpoint.where}/config.json"
         if family is None:
             from moonvit.families import family_of
@@ -177,6 +177,10 @@ class PromptFormat:
                 yield piece
 
     def _encode_text(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"text that is not Unicode: {error.reason}") from error
         ids = self.vocabulary.encode(text)
         marks = self._marked.intersection(ids)
         if marks:

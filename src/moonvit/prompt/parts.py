@@ -24,7 +24,7 @@ class Image:
     tokens: int
 
     def __post_init__(self) -> None:
-        if len(self.size) != 2 or min(self.size) < 1:
+        if len(self.size) != 2 or not all(type(side) is int and side > 0 for side in self.size):
             raise PromptError(f"size is {self.size}, expected width and height in pixels")
         _check_tokens(self.tokens)
 
