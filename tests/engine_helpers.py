@@ -4,7 +4,7 @@ import json
 import shutil
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import parity_helpers as parity
-from moonvit.engine.media import Media
-from moonvit.engine.session import Request
+from moonvit.engine import Chat, Clip, Generator, Media
+from moonvit.engine.session import Request, Session
 from moonvit.pixels.base import PixelBatch
 
 WORDS = ("the ", "in", "on", "er", "th", "pict", "ure", "what", " is", " this", "?")
@@ -238,8 +238,7 @@ class KimiVL(torch.nn.Module):
 
     def generate(self, input_ids, pixel_values=None, image_grid_thw=None, **how: Any) -> torch.Tensor:
         embeds = self.embedded(input_ids, pixel_values, image_grid_thw)
-        found = self.text.generate(inputs_embeds=embeds, **how)
-        return torch.cat([input_ids, found], dim=1)
+        return self.text.generate(inputs_embeds=embeds, **how)
 
     def forward(self, input_ids, pixel_values=None, image_grid_thw=None, **_: Any) -> Any:
         return self.text(inputs_embeds=self.embedded(input_ids, pixel_values, image_grid_thw))
@@ -273,6 +272,13 @@ MAKERS = {
     "kimi_k25": kimi_k25,
     "kimi_vl": kimi_vl,
 }
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    """Smooth random colours."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
 @dataclass
@@ -317,21 +323,92 @@ def is_still(media: Media) -> bool:
     return not hasattr(media.part, "chunks")
 
 
-def reference_reply(whole: Whole, asked: Asked, tokens: int, ends: Sequence[int]) -> tuple[list[int], Any]:
-    """Greedy ids by `generate`, and the logits of the first step."""
+def reference_reply(
+    whole: Whole, asked: Asked, tokens: int, ends: Sequence[int]
+) -> tuple[list[int], torch.Tensor]:
+    """Greedy ids by `generate`, and the logits [tokens, V] of every step."""
     with torch.no_grad():
-        first = whole.model(input_ids=asked.ids, **asked.inputs).logits[0, -1]
-        if hasattr(whole.model, "model"):
-            whole.model.model.rope_deltas = None
         out = whole.model.generate(
             input_ids=asked.ids, attention_mask=torch.ones_like(asked.ids), **asked.inputs,
             do_sample=False, max_new_tokens=tokens, eos_token_id=list(ends), pad_token_id=0,
+            return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
-    return out[0, asked.ids.shape[1] :].tolist(), first
+    return out.sequences[0, -len(out.logits) :].tolist(), torch.cat(out.logits)
 
 
-def picture(width: int, height: int, seed: int) -> Image.Image:
-    """Smooth random colours."""
-    rng = np.random.default_rng(seed)
-    coarse = rng.integers(0, 256, (4, 5, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+CLIP = Clip([picture(64, 48, seed) for seed in range(20, 28)], fps=4.0)
+CASES: dict[str, list[Any]] = {
+    "one picture": [picture(150, 90, 1)],
+    "three pictures": [picture(60, 190, 2), picture(150, 90, 3), picture(57, 43, 4)],
+    "video": [CLIP],
+    "pictures and video": [picture(90, 60, 5), CLIP, picture(43, 57, 6)],
+    "text alone": [],
+}
+
+
+def cases() -> list[tuple[str, str]]:
+    """Families with what they take."""
+    return [
+        (family, case) for family in MAKERS for case in CASES if not (family == "kimi_vl" and "video" in case)
+    ]
+
+
+@dataclass
+class Compared:
+    """A reply of ours beside the whole model's."""
+
+    ids: list[int]
+    expected: list[int]
+    logits: torch.Tensor
+    expected_logits: torch.Tensor
+
+    @property
+    def difference(self) -> float:
+        """Of any logit of any step, at most."""
+        return float((self.logits - self.expected_logits).abs().max())
+
+
+@dataclass
+class Pair:
+    """A checkpoint's generator and the whole model, and the pixels that were made for each medium."""
+
+    whole: Whole
+    generator: Generator
+    pixels: dict[str, list[PixelBatch]] = field(default_factory=dict)
+
+    def see(self, sources: Sequence[Any]) -> list[Media]:
+        return [self._see(source) for source in sources]
+
+    def _see(self, source: Any) -> Media:
+        encoder = self.generator.eyes.encoder
+        taken: list[PixelBatch] = []
+        features = encoder.features
+        encoder.features = lambda batch: taken.append(batch) or features(batch)
+        (media,) = self.generator.see(source)
+        del encoder.features
+        if taken:
+            self.pixels[media.key] = taken
+        return media
+
+    def compare(self, chat: Chat, ids: Sequence[int], tokens: int) -> Compared:
+        """The last reply of a conversation of ours, greedy, and what the whole model says there."""
+        form = self.generator.format
+        prompt = form.encode(chat.turns[:-1], thinking=chat.thinking)
+        request = self.generator.request(prompt, chat.media)
+        batches = []
+        for media in request.media:
+            parts = self.pixels[media.key]
+            pixels, grids = (torch.cat([getattr(p, n) for p in parts]) for n in ("pixel_values", "grid_thws"))
+            batches.append(PixelBatch(pixels, grids, []))
+        asked = as_asked(self.whole, request, batches)
+        expected, expected_logits = reference_reply(self.whole, asked, tokens, form.end_ids)
+        session = Session(self.generator.text)
+        logits = [session.prefill(request, (form.pad_id("image"), form.pad_id("video")))]
+        logits += [session.advance(token) for token in expected[:-1]]
+        return Compared(list(ids), expected, torch.stack(logits), expected_logits)
+
+
+def make_pair(family: str, directory: Path) -> Pair:
+    """Float32."""
+    whole = MAKERS[family](directory)
+    return Pair(whole, Generator.from_pretrained(whole.directory, dtype="float32"))

@@ -3,16 +3,13 @@
 The whole model there computes with its own tower; it is given our prompt and our processor's pixels.
 """
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 
 import engine_helpers as helpers
-from moonvit.engine import Generator, Sampling
-from moonvit.engine.media import Clip, Media
+from engine_helpers import CASES, CLIP, Pair, make_pair
+from moonvit.engine import Chat, Generator, Sampling
 from moonvit.engine.session import Session
-from moonvit.pixels.base import PixelBatch
 
 pytest.importorskip("transformers")
 pytest.importorskip("tiktoken")
@@ -23,56 +20,13 @@ BUDGET = 1e-5
 """Relative to the largest logit; float32 sums in another order."""
 TOKENS = 32
 
-CLIP = Clip([helpers.picture(64, 48, seed) for seed in range(20, 28)], fps=4.0)
-CASES = {
-    "one picture": [helpers.picture(150, 90, 1)],
-    "three pictures": [helpers.picture(60, 190, 2), helpers.picture(150, 90, 3), helpers.picture(57, 43, 4)],
-    "video": [CLIP],
-    "pictures and video": [helpers.picture(90, 60, 5), CLIP, helpers.picture(43, 57, 6)],
-    "text alone": [],
-}
 
-
-@dataclass
-class Pair:
-    """A checkpoint's generator and the whole model, and the pixels that were made for each medium."""
-
-    whole: helpers.Whole
-    generator: Generator
-    pixels: dict[str, list[PixelBatch]] = field(default_factory=dict)
-
-    def see(self, sources) -> list[Media]:
-        encoder = self.generator.eyes.encoder
-        found = []
-        for source in sources:
-            taken: list[PixelBatch] = []
-            features = type(encoder).features.__get__(encoder)
-            encoder.features = lambda batch, taken=taken, run=features: taken.append(batch) or run(batch)
-            (media,) = self.generator.see(source)
-            del encoder.features
-            if taken:
-                self.pixels[media.key] = taken
-            found.append(media)
-        return found
-
-    def asked(self, request) -> helpers.Asked:
-        batches = []
-        for media in request.media:
-            parts = self.pixels[media.key]
-            pixels, grids = (torch.cat([getattr(p, n) for p in parts]) for n in ("pixel_values", "grid_thws"))
-            batches.append(PixelBatch(pixels, grids, []))
-        return helpers.as_asked(self.whole, request, batches)
-
-    def check(self, prompt, media, ids) -> torch.Tensor:
-        """The ids are the whole model's, the first logits too; gives back the latter."""
-        request = self.generator.request(prompt, media)
-        ends = self.generator.format.end_ids
-        expected, first_V = helpers.reference_reply(self.whole, self.asked(request), TOKENS, ends)
-        assert list(ids) == expected
-        pads = (self.generator.format.pad_id("image"), self.generator.format.pad_id("video"))
-        found_V = Session(self.generator.text).prefill(request, pads)
-        assert float((found_V - first_V).abs().max()) < BUDGET * float(first_V.abs().max())
-        return first_V
+def check(pair: Pair, chat: Chat, ids) -> torch.Tensor:
+    """The ids are the whole model's, its logits of every step too; gives back those of the first."""
+    compared = pair.compare(chat, ids, TOKENS)
+    assert compared.ids == compared.expected
+    assert compared.difference < BUDGET * float(compared.expected_logits.abs().max())
+    return compared.logits[0]
 
 
 @pytest.fixture(scope="module")
@@ -81,29 +35,18 @@ def pairs(tmp_path_factory):
 
     def get(family: str) -> Pair:
         if family not in made:
-            whole = helpers.MAKERS[family](tmp_path_factory.mktemp(family))
-            made[family] = Pair(whole, Generator.from_pretrained(whole.directory, dtype="float32"))
+            made[family] = make_pair(family, tmp_path_factory.mktemp(family))
         return made[family]
 
     return get
 
 
-def cases():
-    return [
-        (family, case)
-        for family in helpers.MAKERS
-        for case in CASES
-        if not (family == "kimi_vl" and "video" in case)
-    ]
-
-
-@pytest.mark.parametrize(("family", "case"), cases())
+@pytest.mark.parametrize(("family", "case"), helpers.cases())
 def test_greedy(pairs, family, case):
     pair = pairs(family)
-    media = pair.see(CASES[case])
     chat = pair.generator.chat("Be brief.")
-    reply = chat.ask("what is this?", media, max_new_tokens=TOKENS)
-    pair.check(pair.generator.format.encode(chat.turns[:-1]), media, reply.ids)
+    reply = chat.ask("what is this?", pair.see(CASES[case]), max_new_tokens=TOKENS)
+    check(pair, chat, reply.ids)
 
 
 @pytest.mark.parametrize("family", helpers.MAKERS)
@@ -116,8 +59,7 @@ def test_text_is_alive_and_sees_the_picture(pairs, family):
         chat = pair.generator.chat()
         reply = chat.ask("what is this?", media, max_new_tokens=TOKENS)
         assert len(set(reply.ids)) >= 5
-        prompt = pair.generator.format.encode(chat.turns[:-1])
-        firsts.append(pair.check(prompt, [media], reply.ids))
+        firsts.append(check(pair, chat, reply.ids))
     assert float((firsts[0] - firsts[1]).abs().max()) > 0.05 * float(firsts[0].std())
 
 
@@ -131,7 +73,7 @@ def test_several_turns(pairs, family):
     chat = pair.generator.chat()
     for question, added in (("what is this?", media), ("and this?", again), ("on the picture?", [])):
         reply = chat.ask(question, added, max_new_tokens=TOKENS)
-        pair.check(pair.generator.format.encode(chat.turns[:-1]), chat.media, reply.ids)
+        check(pair, chat, reply.ids)
     assert pair.generator.eyes.encoded == encoded
     prompt = pair.generator.format.encode(chat.turns[:-1])
     assert reply.prompt_tokens == len(prompt.ids)
