@@ -293,7 +293,7 @@ def test_k25_as_written_down(formats):
     )
     form = formats["kimi_k25"]
     assert form.encode(turns).text == expected
-    assert form.encode(turns, thinking=False).text == expected + "</think>"
+    assert form.encode(turns, thinking=False).text == expected.replace("kept", "") + "</think>"
     assert (
         form.encode(turns, add_generation_prompt=False).text + "<|im_assistant|>assistant<|im_middle|>"
         in expected
