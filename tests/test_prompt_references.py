@@ -204,6 +204,7 @@ def test_long_runs_are_cut_as_published(text):
 
 
 def rendered(turns: list[Turn], template: str, **how: Any) -> str:
+    """The chat template of the released checkpoints (Qwen3-VL's without declarations of tools), run."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=qwen_tokenizer())
