@@ -43,6 +43,14 @@ def test_splice_by_hand():
     assert torch.equal(text, table()[ids])  # the text's own are left alone
 
 
+def test_pads_of_two_kinds_side_by_side_are_two_slots():
+    ids = torch.tensor([[7, 7, 8, 8, 8, 7]])
+    a, b, c = rows_of(2, 3, 1)
+    assert torch.equal(splice(table()[ids], ids, [[a, b, c]], (PAD, VIDEO_PAD))[0], torch.cat([a, b, c]))
+    with pytest.raises(PromptError, match="row 0: slot 0 has 2 pads, its embeddings 3 rows"):
+        splice(table()[ids], ids, [[b, a, c]], (PAD, VIDEO_PAD))
+
+
 def test_grow_by_hand():
     ids = torch.tensor([[0, 1, 7, 2], [7, 3, 7, 4]])
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])

@@ -101,29 +101,43 @@ def grow(
     for name, given in (("attention_mask", attention_mask), ("labels", labels)):
         if given is not None and given.shape != input_ids.shape:
             raise PromptError(f"{name} is {list(given.shape)}, input_ids {list(input_ids.shape)}")
-    spans = _spans(attention_mask, input_ids)
     pads = _as_set(pad_ids)
+    spans = _spans(attention_mask, input_ids)
     ids = [row[start:stop] for row, (start, stop) in zip(input_ids.tolist(), spans, strict=True)]
+    _check_single_pads(ids, embeddings, pads)
+    rows: list[Tensor] = []
+    sources: list[Tensor] = []
+    for row, (start, stop) in enumerate(spans):
+        grown_SD, source_S = _grown_row(inputs_embeds[row, start:stop], ids[row], embeddings[row], pads)
+        rows.append(grown_SD)
+        sources.append(torch.where(source_S < 0, source_S, source_S + start))
+    if not rows:
+        return _with_masks(inputs_embeds, input_ids, labels)
+    out = torch.stack(_padded(rows, padding_side, 0))
+    source_BS = torch.stack(_padded([s[:, None] for s in sources], padding_side, -2))[..., 0]
+    return _with_masks(out, source_BS.to(input_ids.device), labels)
+
+
+def _check_single_pads(
+    ids: Sequence[Sequence[int]], embeddings: Sequence[Sequence[Tensor]], pads: Collection[int]
+) -> None:
     for row, pictures in enumerate(embeddings):
         found = sum(token in pads for token in ids[row])
         if found != len(pictures):
             raise PromptError(f"row {row}: {found} pads, but {len(pictures)} embeddings")
         if any(len(picture) == 0 for picture in pictures):
             raise PromptError(f"row {row}: an embedding without rows")
-    long = max((len(r) + sum(len(p) - 1 for p in e) for r, e in zip(ids, embeddings, strict=True)), default=0)
-    rows: list[Tensor] = []
-    kept: list[Tensor] = []
-    for row, (start, stop) in enumerate(spans):
-        own = inputs_embeds[row, start:stop]
-        grown_SD, text_S = _grown_row(own, ids[row], embeddings[row], pads)
-        missing = long - len(grown_SD)
-        before = missing if padding_side == "left" else 0
-        rows.append(torch.nn.functional.pad(grown_SD, (0, 0, before, missing - before)))
-        text_S = torch.where(text_S < 0, text_S, text_S + start)
-        kept.append(torch.nn.functional.pad(text_S, (before, missing - before), value=-2))
-    source_BS = torch.stack(kept).to(input_ids.device) if kept else input_ids
-    out = torch.stack(rows) if rows else inputs_embeds
-    return _with_masks(out, source_BS, labels)
+
+
+def _padded(rows: Sequence[Tensor], side: str, value: int) -> list[Tensor]:
+    """Rows [S, D] of unequal length made equally long."""
+    long = max(len(row) for row in rows)
+    found: list[Tensor] = []
+    for row in rows:
+        missing = long - len(row)
+        before = missing if side == "left" else 0
+        found.append(torch.nn.functional.pad(row, (0, 0, before, missing - before), value=value))
+    return found
 
 
 def _grown_row(

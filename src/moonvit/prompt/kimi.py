@@ -51,15 +51,16 @@ def kimi_vl(turns: Sequence[Turn], choices: Choices) -> Iterator[Piece]:
 
 
 def kimi_k25(turns: Sequence[Turn], choices: Choices) -> Iterator[Piece]:
-    """K2.5's form: thoughts of turns before the last answer are left out, as its template does."""
+    """K2.5's form; its template leaves out thoughts up to the last answer, and all without thinking."""
     if choices.tools:
         raise PromptError("kimi_k25: tool declarations are not written here", "put them in a system turn")
     answers = [place for place, turn in enumerate(turns) if turn.role == "assistant" and not turn.tool_calls]
     last_answer = answers[-1] if answers else -1
+    thinking = choices.thinking in (None, True)
     for place, (turn, parts) in enumerate(numbered(turns)):
         yield from (SPEAKERS[turn.role], turn.name or turn.role, MIDDLE)
         if turn.role == "assistant":
-            yield from (THINK, turn.reasoning if place > last_answer else "", THINK_END)
+            yield from (THINK, turn.reasoning if thinking and place > last_answer else "", THINK_END)
         elif turn.role == "tool":
             yield f"## Return of {turn.tool_call_id}\n"
         yield from _content(parts)
@@ -67,7 +68,7 @@ def kimi_k25(turns: Sequence[Turn], choices: Choices) -> Iterator[Piece]:
         yield END
     if choices.add_generation_prompt:
         yield from (SPEAKERS["assistant"], "assistant", MIDDLE, THINK)
-        yield from () if choices.thinking in (None, True) else (THINK_END,)
+        yield from () if thinking else (THINK_END,)
 
 
 def chunk_prompt(chunk: Chunk, number: int) -> Iterator[Piece]:
