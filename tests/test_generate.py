@@ -1,7 +1,11 @@
 """Sampling, streaming, loading and refusals of `moonvit.engine`, and `moonvit generate`."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -391,7 +395,36 @@ def test_a_repository_is_refused_by_its_config(hub, tmp_path):
         Generator.from_pretrained("no/such", cache_dir=tmp_path)
 
 
-# The command line
+# The command line and the page on it
+
+
+def test_the_code_of_the_page(place, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parent.parent / "docs" / "generate.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "M").symlink_to(place)
+    PICTURE.save(tmp_path / "photo.jpg")
+    monkeypatch.chdir(tmp_path)
+    space: dict = {}
+    exec(code, space)
+    assert capsys.readouterr().out
+    assert len(space["chat"].turns) == 5
+    assert space["generator"].eyes.encoded == 1
+
+
+def test_help_needs_no_transformers():
+    code = "import sys\nfrom moonvit.cli import group\n"
+    code += (
+        "group.main(['generate', '--help'], standalone_mode=False)\nassert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_an_error_is_one_line(place):
+    words = [sys.executable, "-m", "moonvit", "generate", str(place), "what?", "absent.png"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == "error: absent.png: no such file\n"
 
 
 def call(*arguments, stdin=None):
