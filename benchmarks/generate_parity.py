@@ -22,14 +22,13 @@ sys.path.insert(0, str(ROOT / "tests"))
 import transformers  # noqa: E402
 
 import engine_helpers as helpers  # noqa: E402
+from engine_checkpoints import MAKERS, picture  # noqa: E402
 
 
 def conversations(pictures: int, family: str) -> list[list[list[object]]]:
     """For each conversation the media of its turns."""
     rng = random.Random(7)
-    random_pictures = [
-        helpers.picture(rng.randint(30, 260), rng.randint(30, 260), 100 + n) for n in range(pictures)
-    ]
+    random_pictures = [picture(rng.randint(30, 260), rng.randint(30, 260), 100 + n) for n in range(pictures)]
     found = [[[picture]] for picture in random_pictures]
     found += [[media] for media in helpers.CASES.values()]
     found.append([[random_pictures[0]], [random_pictures[1]], []])
@@ -69,7 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print("| family | replies | tokens | identical | distinct | largest logit difference | largest logit |")
     print("|---|---|---|---|---|---|---|")
-    for family in helpers.MAKERS:
+    for family in MAKERS:
         with tempfile.TemporaryDirectory() as place:
             print(row(family, Path(place), arguments.pictures, arguments.tokens), flush=True)
 

@@ -90,7 +90,7 @@ def make(directory: Path) -> None:
     """All checkpoints, in a process of its own that leaves nothing behind."""
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
-        "import pathlib, engine_helpers as helpers\n"
+        "import pathlib, engine_checkpoints as helpers\n"
         "for family, make in helpers.MAKERS.items():\n"
         "    make(pathlib.Path(sys.argv[1]) / family)\n"
     )

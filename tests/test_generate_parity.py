@@ -6,10 +6,11 @@ The whole model there computes with its own tower; it is given our prompt and ou
 import pytest
 import torch
 
-import engine_helpers as helpers
-from engine_helpers import CASES, CLIP, Pair, make_pair
+from engine_checkpoints import MAKERS, kimi_k25, picture
+from engine_helpers import CASES, CLIP, Pair, cases, make_pair
 from moonvit.engine import Chat, Generator, Sampling
 from moonvit.engine.session import Session
+from parity_helpers import relative_error
 
 pytest.importorskip("transformers")
 pytest.importorskip("tiktoken")
@@ -41,7 +42,7 @@ def pairs(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize(("family", "case"), helpers.cases())
+@pytest.mark.parametrize(("family", "case"), cases())
 def test_greedy(pairs, family, case):
     pair = pairs(family)
     chat = pair.generator.chat("Be brief.")
@@ -49,13 +50,13 @@ def test_greedy(pairs, family, case):
     check(pair, chat, reply.ids)
 
 
-@pytest.mark.parametrize("family", helpers.MAKERS)
+@pytest.mark.parametrize("family", MAKERS)
 def test_text_is_alive_and_sees_the_picture(pairs, family):
     """Without this, equal texts would say little."""
     pair = pairs(family)
     firsts = []
     for seed in (1, 2):
-        (media,) = pair.see([helpers.picture(150, 90, seed)])
+        (media,) = pair.see([picture(150, 90, seed)])
         chat = pair.generator.chat()
         reply = chat.ask("what is this?", media, max_new_tokens=TOKENS)
         assert len(set(reply.ids)) >= 5
@@ -63,11 +64,11 @@ def test_text_is_alive_and_sees_the_picture(pairs, family):
     assert float((firsts[0] - firsts[1]).abs().max()) > 0.05 * float(firsts[0].std())
 
 
-@pytest.mark.parametrize("family", helpers.MAKERS)
+@pytest.mark.parametrize("family", MAKERS)
 def test_several_turns(pairs, family):
     """Each turn is what the whole model says to the whole conversation; pictures are encoded once."""
     pair = pairs(family)
-    media = pair.see([helpers.picture(150, 90, 7)])
+    media = pair.see([picture(150, 90, 7)])
     again = [] if family == "kimi_vl" else pair.see([CLIP])
     encoded = pair.generator.eyes.encoded
     chat = pair.generator.chat()
@@ -80,7 +81,7 @@ def test_several_turns(pairs, family):
     assert reply.computed_tokens <= len(prompt.ids) - prompt.slots[0].start - prompt.slots[0].length
 
 
-@pytest.mark.parametrize("family", helpers.MAKERS)
+@pytest.mark.parametrize("family", MAKERS)
 def test_streaming_is_the_same(pairs, family):
     pair = pairs(family)
     media = pair.see(CASES["three pictures"])
@@ -96,7 +97,7 @@ def test_streaming_is_the_same(pairs, family):
 def test_layouts_of_k25(pairs, tmp_path, layout):
     """Transformers' own names with stacked experts, and what it writes as the original format."""
     expected = pairs("kimi_k25")
-    whole = helpers.kimi_k25(tmp_path, layout)
+    whole = kimi_k25(tmp_path, layout)
     generator = Generator.from_pretrained(whole.directory, dtype="float32")
     for source in CASES["one picture"]:
         found = generator.generate("what is this?", source, max_new_tokens=8)
@@ -116,7 +117,17 @@ def test_other_types(pairs):
         chat.ask("what?", media, max_new_tokens=1)
         request = generator.request(generator.format.encode(chat.turns[:-1]), media)
         logits.append(Session(generator.text).prefill(request, (generator.format.pad_id("image"),)).float())
-    assert helpers.parity.relative_error(logits[1], logits[0]) < 6e-2
+    assert relative_error(logits[1], logits[0]) < 6e-2
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "kimi_vl"])
+def test_float64(pairs, family):
+    """Where no tie is near, the same text as in float32."""
+    pair = pairs(family)
+    fine = Generator.from_pretrained(pair.whole.directory, dtype="float64")
+    for source in CASES["one picture"]:
+        found = fine.generate("what is this?", source, max_new_tokens=12)
+        assert found.ids == pair.generator.generate("what is this?", source, max_new_tokens=12).ids
 
 
 def test_seed(pairs):

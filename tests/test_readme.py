@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_helpers import qwen3_vl
+from engine_checkpoints import qwen3_vl
 from hub_server import HubServer
 from moonvit.synthetic import make_checkpoint
 

@@ -15,7 +15,8 @@ from moonvit.engine.generator import Generator
 from moonvit.engine.media import Look
 from moonvit.engine.reply import Reply, Stream
 from moonvit.engine.sampling import Sampling
-from moonvit.pixels.decode import Exif, Limits
+from moonvit.pixels.decode import Exif, Limits, image_size
+from moonvit.prompt.embeds import is_video
 
 
 @click.command("generate")
@@ -98,12 +99,16 @@ def command(
     )
     turned: Exif = "apply" if exif == "apply" else "ignore"
     look = Look(max_tokens=max_tokens, exif=turned)
+    sources = expand(media)
+    for source in sources:
+        if not is_video(source):
+            image_size(source, limits=limits, exif=turned)  # before transformers is imported
     generator = Generator.from_pretrained(
         model, dtype=dtype, device=device, norm_eps=norm_eps, revision=revision, limits=limits
     )
     chat = generator.chat(system, thinking=thinking)
     replies = []
-    for question, sources in _questions(text, expand(media), several):
+    for question, sources in _questions(text, sources, several):
         reply = _answered(chat.stream(question, sources, sampling=sampling, look=look), kind)
         replies.append(reply)
     if kind == "json":

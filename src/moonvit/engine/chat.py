@@ -86,4 +86,4 @@ class Chat:
         if self.generator.family != "kimi_k25" or self.thinking is False:
             return Turn("assistant", (text,))
         thoughts, mark, answer = text.partition(THOUGHTS_END)
-        return Turn("assistant", (answer,), reasoning=thoughts) if mark else Turn("assistant", (text,))
+        return Turn("assistant", (answer,) if mark else (), reasoning=thoughts)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moonvit.errors import MoonvitError
+from moonvit.errors import MoonvitError, NumericsError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,12 @@ class Sampler:
             self.random.manual_seed(sampling.seed)
 
     def choose(self, logits_V: Tensor) -> int:
-        """The next token's id from the logits of the vocabulary."""
+        """The next token's id from the logits of the vocabulary; `NumericsError` unless all are numbers."""
+        dtype = str(logits_V.dtype).removeprefix("torch.")
         logits_V = logits_V.float().cpu()
+        if not bool(torch.isfinite(logits_V).all()):
+            hint = "it overflowed: use bfloat16 or float32" if dtype == "float16" else ""
+            raise NumericsError(f"logits: NaN or infinity came out of the text model in {dtype}", hint)
         if self.sampling.temperature == 0:
             return int(logits_V.argmax())
         probabilities_V = kept(logits_V, self.sampling).softmax(dim=-1)

@@ -54,6 +54,9 @@ class TextModel:
         self.decoder.load_state_dict(state, strict=True, assign=True)
         self.head.load_state_dict({"weight": head}, strict=True, assign=True)
         self._make_tables(device)
+        choose_experts: Any = getattr(self.decoder, "set_experts_implementation", None)
+        if dtype == torch.float64 and choose_experts is not None:
+            choose_experts("eager")  # grouped products have no float64
         self.decoder.requires_grad_(False)
         self.head.requires_grad_(False)
         self.loaded = True
