@@ -110,6 +110,52 @@ def test_configs(copy):
         Generator.from_pretrained(copy)
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_configs_as_released(tmp_path, family):
+    """Released files spell the rotary fields in an older way; the first two keep the text's at the top."""
+    whole = helpers.MAKERS[family](tmp_path)
+    expected = Generator.from_pretrained(tmp_path, dtype="float32").generate(
+        "what?", PICTURE, max_new_tokens=8
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config["text_config"]
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope.pop("rope_theta")
+    if family == "qwen3_vl":
+        text["rope_scaling"] = rope
+        changed = {"text_config": text}
+    else:
+        text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+        text.pop("model_type")
+        changed = {**text, "text_config": ...}
+    edit(tmp_path / "config.json", **changed)
+    found = Generator.from_pretrained(whole.directory, dtype="float32")
+    assert found.text.config.rope_parameters["rope_theta"] == 10000.0
+    assert found.generate("what?", PICTURE, max_new_tokens=8).ids == expected.ids
+
+
+def test_config_of_kimi_vl_as_released(tmp_path):
+    whole = helpers.kimi_vl(tmp_path)
+    expected = Generator.from_pretrained(tmp_path, dtype="float32").generate(
+        "what?", PICTURE, max_new_tokens=8
+    )
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    released = {
+        "rope_theta": 10000.0, "rope_scaling": None, "ep_size": 1, "moe_layer_freq": 1, "aux_loss_alpha": 0.001,
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "seq_aux": True, "torch_dtype": "bfloat16",
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "pad_token_id": 0,
+    }  # fmt: skip
+    edit(tmp_path / "config.json", text_config=text | released)
+    found = Generator.from_pretrained(whole.directory, dtype="float32")
+    assert found.generate("what?", PICTURE, max_new_tokens=8).ids == expected.ids
+    edit(tmp_path / "config.json", text_config=text | {"rope_theta": 800000.0})
+    found = Generator.from_pretrained(whole.directory, dtype="float32")
+    assert found.text.config.rope_parameters["rope_theta"] == 800000.0
+    edit(tmp_path / "config.json", text_config=text | {"scoring_func": "softmax"})
+    with pytest.raises(ConfigError, match=r"scoring_func.*softmax.*sigmoid"):
+        Generator.from_pretrained(whole.directory)
+
+
 def test_a_text_model_that_is_not_deepseek(tmp_path):
     whole = helpers.kimi_k25(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -50,8 +50,13 @@ TEXT_FAMILIES: dict[str, TextFamily] = {
     "qwen3_vl": TextFamily("models.qwen3_vl.modeling_qwen3_vl", "Qwen3VLTextModel", "Qwen3VLConfig"),
 }
 
-_KIMI_TEXTS = ("deepseek_v3", "kimi_k2")
-"""What `text_config.model_type` of K2.5 and Kimi-VL may say; both are DeepSeek-V3's architecture."""
+_DEEPSEEK_CHOICES: dict[str, tuple[str | bool | None, ...]] = {
+    "model_type": ("deepseek_v3", "kimi_k2"),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+}
+"""What `text_config` of K2.5 and Kimi-VL may say: both are DeepSeek-V3's architecture, which knows one way
+to route."""
 
 
 def text_family(family: str) -> TextFamily:
@@ -84,8 +89,9 @@ def check_text_config(family: str, config: Mapping[str, Any], where: str) -> Non
             )
     if not text_family(family).nested:
         text = top.section("text_config")
-        if text.values.get("model_type") is not None:
-            text.choice("model_type", *_KIMI_TEXTS)
+        for name, allowed in _DEEPSEEK_CHOICES.items():
+            if text.values.get(name) is not None:
+                text.choice(name, *allowed)
 
 
 def text_config(family: str, config: Mapping[str, Any], where: str) -> tuple[Any, bool]:
