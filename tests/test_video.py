@@ -1,8 +1,6 @@
 """Clips: which frames, which sizes, which embeddings; files with PyAV, made here."""
 
-import json
 import math
-import shutil
 import struct
 import sys
 
@@ -22,8 +20,6 @@ from moonvit.errors import ConfigError, ImageError, MoonvitError
 from moonvit.pixels.clips import (
     K25_CLIP,
     kimi_samples,
-    qwen2_samples,
-    qwen3_samples,
     smart_resize_clip,
     timestamp_text,
 )
@@ -79,19 +75,6 @@ def encoders(tmp_path_factory):
 def test_kimi_samples(count, fps, expected):
     """By hand: round(count·min(2, fps)/fps) frames, evenly from the first to the last."""
     assert kimi_samples(count, fps, 2.0) == expected
-
-
-def test_qwen_samples_are_the_references():
-    """The formulas of transformers' processors, in torch; the classes themselves need torchvision."""
-    for count in range(2, 1700, 7):
-        for fps in (5.0, 23.976, 30.0):
-            most = math.floor(min(768, count) / 2) * 2
-            taken = math.floor(min(max(count / fps * 2, 4), most, count) / 2) * 2
-            # The reference may ask for a frame behind the last one; ours takes the last.
-            expected = torch.arange(0, count, count / taken).int().clamp(max=count - 1)
-            assert qwen2_samples(count, fps, 2.0, 2) == expected.tolist()
-            taken = min(max(int(count / fps * 2), 4), 768, count)
-            assert qwen3_samples(count, fps, 2.0) == np.linspace(0, count - 1, taken).round().tolist()
 
 
 @pytest.mark.parametrize(
@@ -169,22 +152,6 @@ def test_qwen3_limits_bound_all_frames_together(encoders):
         width, height = smart_resize_clip(frames, 1920, 1080, config)
         assert frames * width * height <= config.max_pixels
     assert smart_resize_clip(40, 1920, 1080, config) < smart_resize_clip(4, 1920, 1080, config)
-
-
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
-def test_limits_of_videos_are_the_checkpoints(encoders, name, tmp_path):
-    """Without `video_preprocessor_config.json` frames are enlarged to 128 tokens' worth of pixels."""
-    frames = [Image.effect_noise((60, 60), 60) for _ in range(4)]
-    first = next(encoders(name).encode_video(frames, fps=2))
-    cell = encoders(name).processor.config.cell
-    pixels = first.grid[1] * first.grid[2] * (cell // 2) ** 2
-    assert pixels * (4 if name == "qwen3_vl" else 1) >= 128 * cell**2
-    directory = tmp_path / "limited"
-    shutil.copytree(encoders(name).checkpoint.directory, directory)
-    rules = {"size": {"shortest_edge": 4 * cell**2, "longest_edge": 10**6}}
-    (directory / "video_preprocessor_config.json").write_text(json.dumps(rules))
-    limited = next(Encoder.from_pretrained(directory, dtype="float32").encode_video(frames, fps=2))
-    assert limited.grid == (1, 4, 4)
 
 
 def test_k3_only_when_asked(tmp_path):

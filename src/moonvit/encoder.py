@@ -201,16 +201,18 @@ class Encoder:
         fps: float | None = None,
         exif: Exif = "apply",
         layout: Layout | None = None,
+        max_tokens: int | None = None,
         experimental: bool = False,
     ) -> Iterator[VideoChunk]:
         """The chunks of a video, each with its embeddings and timestamp, as they are computed.
 
         Args:
-            video: the path of a file (needs the extra `video`), or a list of frames, which may be
-                anything that `encode` takes.
+            video: the path of a file (needs the extra `video`), or the frames: a list of anything that
+                `encode` takes, or one array of four dimensions.
             fps: frames a second of a list of frames.
             exif: "apply" or "ignore" the orientation of the video or its frames.
             layout: of frames that are arrays of three dimensions.
+            max_tokens: for each chunk, lowers the checkpoint's budget.
             experimental: K3's own processor takes pictures only; True cuts clips as K2.5 does.
 
         Raises:
@@ -218,7 +220,7 @@ class Encoder:
             MoonvitError: for a family without videos, and where PyAV is not installed.
         """
         opened = open_video(video, fps=fps, limits=self.processor.limits, exif=exif, layout=layout)
-        return video_chunks(self, opened, experimental)
+        return video_chunks(self, opened, experimental, max_tokens)
 
     def count_tokens(
         self, image: Any, *, max_tokens: int | None = None, exif: Exif = "apply", layout: Layout | None = None

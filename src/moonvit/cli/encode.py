@@ -18,7 +18,7 @@ from moonvit.cli.sources import expand
 from moonvit.encoder import Encoder, grouped
 from moonvit.errors import ImageError, NumericsError
 from moonvit.pixels.base import Prepared
-from moonvit.pixels.decode import Exif, Limits, describe
+from moonvit.pixels.decode import Limits, describe
 from moonvit.pixels.video import SUFFIXES as VIDEO_SUFFIXES
 from moonvit.towers.base import Features
 from moonvit.weights.writer import SafetensorsWriter
@@ -142,12 +142,12 @@ def command(
         raise click.UsageError(f"-o {output} is one of the pictures")
     if output is None:
         _run(job, sources, how, batch_size, store, kind, None)
-        _run_videos(job, videos, exif, experimental, store, None)
+        _run_videos(job, videos, how, experimental, store, None)
         encoded = time.perf_counter()
     else:
         with SafetensorsWriter(output, reserve=4096 + 256 * len(sources)) as writer:
             _run(job, sources, how, batch_size, store, kind, writer)
-            _run_videos(job, videos, exif, experimental, store, writer)
+            _run_videos(job, videos, how, experimental, store, writer)
             encoded = time.perf_counter()
             _write_tables(job, writer, {**how, "store": store})
     seconds = {"load": loaded - began, "encode": encoded - loaded}
@@ -195,12 +195,16 @@ def _run(
 
 
 def _run_videos(
-    job: Job, videos: list[str], exif: str, experimental: bool, store: str, writer: SafetensorsWriter | None
+    job: Job,
+    videos: list[str],
+    how: dict[str, Any],
+    experimental: bool,
+    store: str,
+    writer: SafetensorsWriter | None,
 ) -> None:
-    turned: Exif = "apply" if exif == "apply" else "ignore"
     for source in videos:
         try:
-            for chunk in job.encoder.encode_video(source, exif=turned, experimental=experimental):
+            for chunk in job.encoder.encode_video(source, experimental=experimental, **how):
                 number = len(job.rows)
                 if writer:
                     _write(writer, f"embeddings/{number}", chunk.embeddings, store)

@@ -73,7 +73,8 @@ def _configs(checkpoint: LocalCheckpoint, faults: list[str]) -> tuple[TowerConfi
     except ConfigError as error:
         faults.append(str(error))
     try:
-        pixels = family.pixels(checkpoint.preprocessor, "preprocessor_config.json")
+        rules = checkpoint.picture_rules
+        pixels = family.pixels(rules.values, rules.where.removeprefix(f"{checkpoint.where}/"))
         if vision is not None:
             check_agreement(vision, pixels, checkpoint.directory.name)
     except ConfigError as error:

@@ -48,12 +48,14 @@ class KimiProcessor(PictureProcessor):
         """See `opaque_pixels`."""
         return opaque_pixels(picture, plan, self.config)
 
-    def clip(self, frames: Sequence[Image.Image], rules: ClipRules) -> Prepared:
+    def clip(
+        self, frames: Sequence[Image.Image], rules: ClipRules, max_tokens: int | None = None
+    ) -> Prepared:
         """A chunk of at most `rules.frames` frames, all at the size that the first one gets."""
         limit = rules.frame_limit
         if rules.clip_limit is not None:
             limit = min(max(1, round(rules.clip_limit / len(frames))), limit)
-        plan = plan_image(*frames[0].size, replace(self.config, in_patch_limit=limit))
+        plan = plan_image(*frames[0].size, replace(self.config, in_patch_limit=limit), max_tokens)
         plan = replace(plan, grid=(len(frames), *plan.grid[1:]))
         return Prepared(np.stack([self.opaque(frame, plan) for frame in frames]), plan)
 

@@ -105,9 +105,9 @@ class QwenProcessor(PictureProcessor):
         return plan_qwen(width, height, self.config, max_tokens)
 
     def opaque(self, picture: Image.Image, plan: ImagePlan) -> NDArray[np.uint8]:
-        """On white, then Pillow's bicubic."""
+        """On white, then resized with Pillow's filter of the checkpoint, bicubic as released."""
         size = (plan.new_width, plan.new_height)
-        return np.asarray(on_white(picture).resize(size, Image.Resampling.BICUBIC))
+        return np.asarray(on_white(picture).resize(size, Image.Resampling(self.config.resample)))
 
     def clip(self, frames: Sequence[Image.Image], size: tuple[int, int]) -> Prepared:
         """Frames at `size` (width, height), a multiple of a cell; an odd rest repeats the last frame."""

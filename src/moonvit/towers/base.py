@@ -34,7 +34,7 @@ class Features:
 
     Attributes:
         embeddings: for each picture or clip, [tokens, text_hidden_size].
-        deepstack: for each of Qwen3-VL's listed layers, in their order, such a list; empty for the other
+        deepstack: for each of Qwen3-VL's listed layers, from the first up, such a list; empty for the other
             families. Text layer k adds `deepstack[k]` to its hidden states at the picture's places.
     """
 

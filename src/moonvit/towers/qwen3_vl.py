@@ -78,17 +78,16 @@ class Tower(QwenTower):
         tap("pos_embed", positions_ND)
         x_ND = (x_ND + positions_ND).to(x_ND.dtype)
         frames, wanted = frame_lengths(grids), self.config.deepstack_layers
-        stacked: dict[int, list[Tensor]] = {}
+        stacked: list[list[Tensor]] = []
         rope = self.rope(grids, x_ND)
         for number, after_ND in enumerate(self.layers(x_ND, rope, lambda _: frames, tap)):
             if number in wanted:
-                place = wanted.index(number)
-                rows = self.deepstack_merger_list[place](after_ND)
-                tap(f"deepstack.{place}", rows)
-                stacked[place] = self.split(rows, grids)
+                rows = self.deepstack_merger_list[wanted.index(number)](after_ND)
+                tap(f"deepstack.{len(stacked)}", rows)
+                stacked.append(self.split(rows, grids))
         projected = self.merger(after_ND)
         tap("projected", projected)
-        return Features(self.split(projected, grids), [stacked[place] for place in sorted(stacked)])
+        return Features(self.split(projected, grids), stacked)
 
 
 class Qwen3VLVision(VisionModel):

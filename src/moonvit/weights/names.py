@@ -86,7 +86,12 @@ KIMI_VL = NameMap(
 )
 
 QWEN = NameMap(
-    {"visual.": "visual.", "model.visual.": "visual."},
+    {
+        "visual.": "visual.",
+        "model.visual.": "visual.",
+        "vision_tower.": "visual.",
+        "model.vision_tower.": "visual.",
+    },
     {
         name: f"visual.{name}"
         for name in ("patch_embed.", "pos_embed.", "blocks.", "merger.", "deepstack_merger_list.")

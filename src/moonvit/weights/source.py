@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
+from moonvit.configs.files import RULE_FILES
 from moonvit.errors import MoonvitError, OfflineError, WeightsError
 from moonvit.fields import JSON_LIMIT, read_bytes
 from moonvit.weights.checkpoint import LocalCheckpoint
@@ -89,21 +90,16 @@ def fetch_to(repo: HubRepo, target: Path, report: Reporter | None = None) -> Non
 
 
 def small_files(path_or_repo: str | os.PathLike[str], revision: str | None = None) -> dict[str, bytes]:
-    """The configs of a checkpoint that are there; of a repository, no tensor and no header is fetched.
-
-    `ConfigError` without a `preprocessor_config.json`.
-    """
+    """The configs of a checkpoint that are there; of a repository, no tensor and no header is fetched."""
     path = local_path(path_or_repo)
     name = str(path_or_repo)
     if path is None and (cached := _cached(cache_root() / ("models--" + name.replace("/", "--")), revision)):
         path = cached
-    found: dict[str, bytes] = {}
-    for file in ("preprocessor_config.json", "config.json"):
-        if path is not None and (file.startswith("pre") or (path / file).exists()):
-            found[file] = read_bytes(path / file, JSON_LIMIT)
-        elif path is None:
-            found[file] = HubRepo(name, revision).download(file, JSON_LIMIT)
-    return found
+    wanted = ("config.json", *RULE_FILES)
+    if path is not None:
+        return {file: read_bytes(path / file, JSON_LIMIT) for file in wanted if (path / file).exists()}
+    repo = HubRepo(name, revision, None)
+    return {file: repo.download(file, JSON_LIMIT) for file in wanted if file in repo.files}
 
 
 def open_checkpoint(
