@@ -161,3 +161,23 @@ def test_clips_are_refused_by_kimi_vl(checkpoints):
     encoder = Encoder.from_pretrained(checkpoints("kimi_vl"), dtype="float32")
     with pytest.raises(ValueError, match="at most 1 frames"):
         encoder.model(torch.zeros(8, 3, 14, 14), [(2, 2, 2)])
+
+
+@pytest.mark.parametrize("prefix", ["visual.", "model.visual.", "vision_tower.", "model.vision_tower.", ""])
+def test_qwen_under_every_prefix(checkpoints, prefix, tmp_path):
+    """As released, as transformers 5 saves, as MLX names it (its kernels channels-last), and alone."""
+    source = checkpoints("qwen3_vl")
+    whole = Encoder.from_pretrained(source, dtype="float32").model.state_dict()
+    tensors = {prefix + name.removeprefix("visual."): value.clone() for name, value in whole.items()}
+    how = {"format": "pt"}
+    if prefix == "vision_tower.":
+        kernel = f"{prefix}patch_embed.proj.weight"
+        tensors[kernel] = tensors[kernel].permute(0, 2, 3, 4, 1).contiguous()
+        how = {"format": "mlx"}
+    for file in ("config.json", "preprocessor_config.json"):
+        shutil.copy(source / file, tmp_path / file)
+    save_file(tensors, tmp_path / "model.safetensors", metadata=how)
+    found = Encoder.from_pretrained(tmp_path, dtype="float32").model.state_dict()
+    assert found.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.equal(found[name], value), name

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -56,6 +56,8 @@ class PictureProcessor(ABC):
     """
 
     config: PatchRules
+    order: Literal["raster", "block"] = "raster"
+    """How patches lie in `pixel_values`, and in every stage of the tower that a tap sees."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()

@@ -91,6 +91,7 @@ class QwenProcessor(PictureProcessor):
     """The processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
     config: QwenPixels
+    order = "block"
 
     def __init__(self, config: QwenPixels, limits: Limits | None = None) -> None:
         super().__init__(limits)

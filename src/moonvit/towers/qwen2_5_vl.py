@@ -29,7 +29,7 @@ class GatedFeedForward(nn.Module):
 
 
 class Tower(QwenTower):
-    """Patches in merge-block order in, embeddings out; runs in window order inside."""
+    """Patches in merge-block order in, embeddings out; runs in window order inside, unseen by taps."""
 
     def __init__(self, config: QwenConfig) -> None:
         super().__init__(config, nn.RMSNorm, GatedFeedForward)
@@ -47,8 +47,14 @@ class Tower(QwenTower):
             return frames if layer in config.full_layers else windows
 
         cos, sin = (reorder_blocks(table, order, cell) for table in self.rope(grids, x_ND))
-        x_ND = last(self.layers(reorder_blocks(x_ND, order, cell), (cos, sin), segments, tap))
-        projected = reorder_blocks(self.merger(x_ND), torch.argsort(order), 1)
+        back = torch.argsort(order)
+
+        def in_blocks(name: str, value: Tensor) -> None:
+            tap(name, reorder_blocks(value, back, cell))
+
+        seen = tap if tap is no_tap else in_blocks
+        x_ND = last(self.layers(reorder_blocks(x_ND, order, cell), (cos, sin), segments, seen))
+        projected = reorder_blocks(self.merger(x_ND), back, 1)
         tap("projected", projected)
         return self.split(projected, grids)
 
