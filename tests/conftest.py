@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from moonvit.config import PixelConfig
 from moonvit.encoder import Encoder
 from moonvit.presets import preprocessor_config
+from moonvit.synthetic import make_checkpoint
 
 DATA = Path(__file__).parent / "data"
 TINY = DATA / "k3-tiny"
@@ -43,6 +45,38 @@ def encoder() -> Encoder:
 def tiny_copy(tmp_path: Path) -> Path:
     """A copy of the tiny checkpoint that a test may spoil."""
     return Path(shutil.copytree(TINY, tmp_path / "k3-tiny"))
+
+
+@pytest.fixture(scope="session")
+def k3_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny K3 with a toy tokenizer and text embedding."""
+    directory = tmp_path_factory.mktemp("text") / "k3"
+    make_checkpoint(directory, "tiny", text=True)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def qwen_text(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Qwen checkpoints by family as transformers saves them, with a small tokenizer."""
+    import parity_helpers as helpers
+    from prompt_helpers import write_tokenizer
+
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            directory = tmp_path_factory.mktemp("text") / family
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(helpers.TEXT, "vocab_size", 320)
+                getattr(helpers, f"{family}_pair")(directory)
+            write_tokenizer(directory, family)
+            config = json.loads((directory / "config.json").read_text())
+            kept = {name: value for name, value in config.items() if not name.endswith("_token_id")}
+            (directory / "config.json").write_text(json.dumps(kept))
+            made[family] = directory
+        return made[family]
+
+    return make
 
 
 def pixel_config(**media: Any) -> PixelConfig:

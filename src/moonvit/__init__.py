@@ -11,7 +11,15 @@ from moonvit._version import __version__
 if TYPE_CHECKING:
     from moonvit.config import PixelConfig, VisionConfig
     from moonvit.encoder import Encoder
-    from moonvit.errors import ConfigError, ImageError, MoonvitError, NumericsError, WeightsError
+    from moonvit.errors import (
+        ConfigError,
+        ImageError,
+        MoonvitError,
+        NumericsError,
+        PromptError,
+        TokenizerError,
+        WeightsError,
+    )
     from moonvit.pixels.decode import Limits
 
 _HOMES = {
@@ -23,6 +31,8 @@ _HOMES = {
     "ImageError": "moonvit.errors",
     "MoonvitError": "moonvit.errors",
     "NumericsError": "moonvit.errors",
+    "PromptError": "moonvit.errors",
+    "TokenizerError": "moonvit.errors",
     "WeightsError": "moonvit.errors",
 }
 
@@ -34,6 +44,8 @@ __all__ = [
     "MoonvitError",
     "NumericsError",
     "PixelConfig",
+    "PromptError",
+    "TokenizerError",
     "VisionConfig",
     "WeightsError",
     "__version__",

@@ -87,6 +87,14 @@ def _kimi_chunks(
 
 
 def _kimi_rules(family: str, processor: KimiProcessor, rules: Fields | None, experimental: bool) -> ClipRules:
+    check_videos(family, experimental)
+    if processor.config.clip is not None:
+        return processor.config.clip
+    return kimi_clip(rules) if rules is not None and family == "kimi_k25" else K25_CLIP
+
+
+def check_videos(family: str, experimental: bool = False) -> None:
+    """`MoonvitError` for a family that takes no videos; see `Encoder.encode_video`."""
     if family == "kimi_vl":
         raise MoonvitError("kimi_vl takes no videos", "encode frames as pictures")
     if family == "kimi_k3" and not experimental:
@@ -94,9 +102,6 @@ def _kimi_rules(family: str, processor: KimiProcessor, rules: Fields | None, exp
             "kimi_k3: its own processor takes pictures only",
             "experimental=True (--experimental) cuts clips as K2.5 does",
         )
-    if processor.config.clip is not None:
-        return processor.config.clip
-    return kimi_clip(rules) if rules is not None and family == "kimi_k25" else K25_CLIP
 
 
 def _qwen_chunks(

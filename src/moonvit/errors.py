@@ -35,6 +35,14 @@ class NumericsError(MoonvitError):
     """Values are not finite: NaN pixels on the way in, or an overflow on the way out."""
 
 
+class TokenizerError(MoonvitError):
+    """A checkpoint's tokenizer is missing, broken, or lacks a marker."""
+
+
+class PromptError(MoonvitError):
+    """Parts, pads, embeddings or ids of a prompt do not go together."""
+
+
 class WeightsError(MoonvitError):
     """The checkpoint lacks tensors, or has wrong ones.
 

@@ -16,6 +16,7 @@ VERBS = {
     "encode": "Encode pictures into embeddings.",
     "info": "Show what a checkpoint holds, and what it lacks.",
     "count": "Count the tokens of pictures from their headers.",
+    "prompt": "Make a prompt with pictures: ids, slots, embeddings for an engine.",
     "fetch": "Fetch the vision half of a repository.",
     "export": "Write the vision half as a checkpoint of its own.",
     "verify": "Read every vision tensor and hash it.",

@@ -31,11 +31,7 @@ class LocalCheckpoint(Checkpoint):
         return sorted(path.name for path in self.directory.iterdir())
 
     def small_file(self, name: str, limit: int) -> bytes:
-        try:
-            path = inside(self.directory, name)
-        except WeightsError as error:
-            raise ConfigError(f"{self.directory / name}: {error.faults[0]}") from error
-        return read_bytes(path, limit)
+        return directory_file(self.directory, name, limit)
 
     def header(self, shard: str) -> Header:
         return read_header(inside(self.directory, shard))
@@ -52,6 +48,15 @@ class LocalCheckpoint(Checkpoint):
     @lazy
     def _maps(self) -> dict[str, NDArray[np.uint8]]:
         return {}
+
+
+def directory_file(directory: Path, name: str, limit: int) -> bytes:
+    """A small file of a directory; `ConfigError` if it is absent or larger than `limit` bytes."""
+    try:
+        path = inside(directory, name)
+    except WeightsError as error:
+        raise ConfigError(f"{directory / name}: {error.faults[0]}") from error
+    return read_bytes(path, limit)
 
 
 def inside(directory: Path, name: str) -> Path:

@@ -158,6 +158,16 @@ def endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
 
 
+def repo_file(repo: HubRepo, name: str, limit: int) -> bytes:
+    """A small file of a repository; `ConfigError` if it is absent or larger than `limit` bytes."""
+    try:
+        return repo.download(name, limit)
+    except FetchError:
+        raise
+    except WeightsError as error:
+        raise ConfigError(f"{repo.name}/{name}: {error.faults[0]}", error.hint) from error
+
+
 class HubCheckpoint(Checkpoint):
     """The vision half of a repository; headers and tensors are read by byte ranges as they are asked for."""
 
@@ -171,12 +181,7 @@ class HubCheckpoint(Checkpoint):
         return self.repo.files
 
     def small_file(self, name: str, limit: int) -> bytes:
-        try:
-            return self.repo.download(name, limit)
-        except FetchError:
-            raise
-        except WeightsError as error:
-            raise ConfigError(f"{self.where}/{name}: {error.faults[0]}", error.hint) from error
+        return repo_file(self.repo, name, limit)
 
     def header(self, shard: str) -> Header:
         file = self.file(shard)

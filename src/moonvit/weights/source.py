@@ -4,15 +4,17 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from moonvit.configs.files import RULE_FILES
 from moonvit.errors import MoonvitError, OfflineError, WeightsError
-from moonvit.fields import JSON_LIMIT, read_bytes
-from moonvit.weights.checkpoint import LocalCheckpoint
-from moonvit.weights.hub import HubCheckpoint, HubRepo, is_commit
+from moonvit.fields import JSON_LIMIT, Fields, parse_json, read_bytes
+from moonvit.lazy import lazy
+from moonvit.weights.checkpoint import LocalCheckpoint, directory_file
+from moonvit.weights.hub import HubCheckpoint, HubRepo, is_commit, repo_file
 from moonvit.weights.index import Checkpoint
 from moonvit.weights.place import beside
 
@@ -100,6 +102,31 @@ def small_files(path_or_repo: str | os.PathLike[str], revision: str | None = Non
         return {file: read_bytes(path / file, JSON_LIMIT) for file in wanted if (path / file).exists()}
     repo = HubRepo(name, revision, None)
     return {file: repo.download(file, JSON_LIMIT) for file in wanted if file in repo.files}
+
+
+class ConfigFiles:
+    """The small files of a directory or repository that need hold no weights: configs and tokenizer."""
+
+    def __init__(self, path_or_repo: str | os.PathLike[str], revision: str | None = None) -> None:
+        self.where = os.fspath(path_or_repo)
+        self._directory = local_path(path_or_repo)
+        self._repo = HubRepo(self.where, revision)
+
+    def file_names(self) -> list[str]:
+        if self._directory is None:
+            return self._repo.files
+        return sorted(path.name for path in self._directory.iterdir())
+
+    def small_file(self, name: str, limit: int) -> bytes:
+        """A whole file; `ConfigError` if it is absent or larger than `limit` bytes."""
+        if self._directory is None:
+            return repo_file(self._repo, name, limit)
+        return directory_file(self._directory, name, limit)
+
+    @lazy
+    def config(self) -> Mapping[str, Any]:
+        where = f"{self.where}/config.json"
+        return Fields(parse_json(self.small_file("config.json", JSON_LIMIT), where), where).values
 
 
 def open_checkpoint(
