@@ -24,6 +24,7 @@ VERBS = {
     "trace": "Write every stage of the tower for a picture to a file.",
     "compare": "Compare another program's stages with a trace.",
     "diagnose": "Name the mistake behind another program's wrong stages.",
+    "bench": "Time the tower beside this machine's matrix product.",
     "selftest": "Check the tower against an independent float64 implementation.",
     "doctor": "Show versions, processor features and cache places.",
 }

@@ -1,7 +1,6 @@
 """`moonvit doctor`."""
 
 import json
-import os
 import platform
 from typing import Any
 
@@ -16,6 +15,7 @@ from PIL import features
 
 from moonvit._version import __version__
 from moonvit.cli import options
+from moonvit.threads import usable_cores
 from moonvit.weights.source import cache_root
 
 _CODECS = ("jpg", "jpg_2000", "webp", "avif", "libtiff", "zlib")
@@ -50,9 +50,9 @@ def examine() -> dict[str, dict[str, Any]]:
         "processor": {
             "machine": platform.machine(),
             "torch kernels": torch.backends.cpu.get_cpu_capability(),
-            "features": " ".join(_cpu_flags()) or "unknown",
+            "features": " ".join(cpu_flags()) or "unknown",
             "threads": torch.get_num_threads(),
-            "usable cores": _usable_cores(),
+            "usable cores": usable_cores(),
         },
         "devices": {
             "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
@@ -69,13 +69,7 @@ def examine() -> dict[str, dict[str, Any]]:
     }
 
 
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _cpu_flags() -> list[str]:
+def cpu_flags() -> list[str]:
     """The matrix and vector features that decide which kernels run, where the system tells them."""
     wanted = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
     try:

@@ -45,6 +45,12 @@ norm_eps = click.option(
 device = click.option(
     "--device", default="cpu", show_default=True, help="Where the model runs: cpu, cuda, mps."
 )
+threads = click.option(
+    "--threads",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Processors to use. [default: those that the process may use, a container's quota included]",
+)
 preset = click.option(
     "--preset", type=click.Choice(PRESETS), default="full", show_default=True, help="Geometry; full is K3's."
 )
@@ -60,3 +66,12 @@ def output_format(*kinds: str) -> Callable[[F], F]:
         show_default=True,
         help="What to print.",
     )
+
+
+def use_threads(count: int | None) -> None:
+    """Let PyTorch use that many processors, or those that the process may use."""
+    import torch
+
+    from moonvit.threads import usable_cores
+
+    torch.set_num_threads(count or min(usable_cores(), torch.get_num_threads()))
