@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from against_reference import reference  # noqa: E402
+from reference_models import reference  # noqa: E402
 
 import parity_helpers as helpers  # noqa: E402
 import test_pixels_families as pixels  # noqa: E402

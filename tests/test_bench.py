@@ -98,7 +98,9 @@ def test_text_document_and_plot_agree():
 def test_command_line(tmp_path):
     output, picture = tmp_path / "b.json", tmp_path / "b.svg"
     arguments = ["--model", str(TINY), "--sizes", "28,56", "--dtype", "float32", "--dtype", "bfloat16"]
-    done = CliRunner().invoke(command, [*arguments, "--rounds", "1", "-o", str(output), "--plot", str(picture)])
+    done = CliRunner().invoke(
+        command, [*arguments, "--rounds", "1", "-o", str(output), "--plot", str(picture)]
+    )
     assert done.exit_code == 0, done.output
     document = json.loads(output.read_text())
     assert [(row["side"], row["patches"]) for row in document["rows"]] == [(28, 4)] * 2 + [(56, 16)] * 2
