@@ -1,7 +1,7 @@
 """Pictures in, the text model's embeddings out."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, Self
 
@@ -15,10 +15,11 @@ from moonvit.clips import VideoChunk, video_chunks
 from moonvit.config import TowerConfig
 from moonvit.errors import MoonvitError
 from moonvit.families import family_of
-from moonvit.pixels.base import PictureProcessor, PixelBatch, Prepared
+from moonvit.pixels.base import PictureProcessor, PixelBatch
 from moonvit.pixels.decode import Exif, Layout, Limits
 from moonvit.pixels.video import open_video
 from moonvit.progress import progress_bar
+from moonvit.schedule import batches
 from moonvit.towers.base import Features, Tap, VisionModel, check_finite, no_tap
 from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.load import fingerprint, load_weights, tower_only
@@ -31,9 +32,6 @@ DTYPES = {
     "float64": torch.float64,
 }
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
-
-PATCHES_AT_ONCE = 16384
-"""Patches of a packed batch, unless one picture alone has more; bounds the memory of `encode`."""
 
 
 class Encoder:
@@ -174,8 +172,8 @@ class Encoder:
         bar = progress_bar(len(sources), "picture", show_progress_bar)
         results: list[Any] = []
         with bar:
-            for group in grouped(prepared, batch_size):
-                for embedding in self.embed(self.processor.pack(group)):
+            for group, batch in batches(self.processor, prepared, batch_size):
+                for embedding in self.embed(batch):
                     embedding = unit_length(embedding) if normalize_embeddings else embedding
                     results.append(
                         as_numpy(embedding) if convert_to_numpy and not convert_to_tensor else embedding
@@ -257,19 +255,3 @@ def unit_length(embedding: Tensor) -> Tensor:
 def as_numpy(embedding: Tensor) -> NDArray[np.float32]:
     """Float32 numpy, from any device and dtype."""
     return np.asarray(embedding.float().cpu().numpy())
-
-
-def grouped(prepared: Iterable[Prepared], batch_size: int) -> Iterator[Sequence[Prepared]]:
-    """Consecutive pictures, at most batch_size and, more than one, at most PATCHES_AT_ONCE patches."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}, expected at least 1")
-    group: list[Prepared] = []
-    patches = 0
-    for picture in prepared:
-        if group and (len(group) == batch_size or patches + picture.plan.patches > PATCHES_AT_ONCE):
-            yield group
-            group, patches = [], 0
-        group.append(picture)
-        patches += picture.plan.patches
-    if group:
-        yield group

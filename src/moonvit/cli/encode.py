@@ -15,11 +15,12 @@ from moonvit._version import __version__
 from moonvit.cli import fail, one_line, options
 from moonvit.cli.progress import bar, fetch_bar
 from moonvit.cli.sources import expand
-from moonvit.encoder import Encoder, grouped
+from moonvit.encoder import Encoder
 from moonvit.errors import ImageError, NumericsError
-from moonvit.pixels.base import Prepared
+from moonvit.pixels.base import PixelBatch, Prepared
 from moonvit.pixels.decode import Limits, describe
 from moonvit.pixels.video import SUFFIXES as VIDEO_SUFFIXES
+from moonvit.schedule import batches
 from moonvit.towers.base import Features
 from moonvit.weights.writer import SafetensorsWriter
 
@@ -53,16 +54,16 @@ class Job:
             except (ImageError, MemoryError) as error:
                 self.failed(describe(source), error)
 
-    def encoded(self, group: Sequence[Prepared]) -> Iterator[tuple[Prepared, Features]]:
+    def encoded(self, group: Sequence[Prepared], batch: PixelBatch) -> Iterator[tuple[Prepared, Features]]:
         """Each picture with its features; one whose numbers overflow is reported and the rest done."""
         try:
-            features = self.encoder.features(self.encoder.processor.pack(group))
+            features = self.encoder.features(batch)
         except NumericsError as error:
             if len(group) == 1:
                 self.failed(group[0].name, error)
                 return
             for picture in group:
-                yield from self.encoded([picture])
+                yield from self.encoded([picture], self.encoder.processor.pack([picture]))
             return
         for place, picture in enumerate(group):
             deepstack = [[rows[place]] for rows in features.deepstack]
@@ -84,6 +85,7 @@ class Job:
 @options.dtype
 @options.norm_eps
 @options.device
+@options.threads
 @options.max_tokens
 @options.max_pixels
 @options.max_bytes
@@ -106,6 +108,7 @@ def command(
     dtype: str,
     norm_eps: float | None,
     device: str,
+    threads: int | None,
     max_tokens: int | None,
     max_pixels: int | None,
     max_bytes: int | None,
@@ -122,6 +125,7 @@ def command(
     rest is done; the exit code is then 1.
     """
     began = time.perf_counter()
+    options.use_threads(threads)
     limits = Limits(max_pixels=max_pixels or Limits.max_pixels, max_bytes=max_bytes or Limits.max_bytes)
     encoder = Encoder.from_pretrained(
         model,
@@ -172,8 +176,9 @@ def _run(
     writer: SafetensorsWriter | None,
 ) -> None:
     with bar(len(sources), "picture", kind != "quiet" and len(sources) > 1) as shown:
-        for group in grouped(job.prepared(sources, **how), batch_size):
-            for picture, features in job.encoded(group):
+        prepared = job.prepared(sources, **how)
+        for group, batch in batches(job.encoder.processor, prepared, batch_size):
+            for picture, features in job.encoded(group, batch):
                 number = len(job.rows)
                 (embedding,) = features.embeddings
                 if writer:
