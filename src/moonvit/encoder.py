@@ -21,9 +21,9 @@ from moonvit.pixels.video import open_video
 from moonvit.progress import progress_bar
 from moonvit.schedule import batches
 from moonvit.towers.base import Features, Tap, VisionModel, check_finite, no_tap
-from moonvit.weights.checkpoint import LocalCheckpoint
+from moonvit.weights.index import Checkpoint
 from moonvit.weights.load import fingerprint, load_weights, tower_only
-from moonvit.weights.source import Reporter, find_checkpoint
+from moonvit.weights.source import Reporter, find_checkpoint, local_checkpoint
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -46,7 +46,7 @@ class Encoder:
     """
 
     def __init__(
-        self, model: VisionModel, processor: PictureProcessor, checkpoint: LocalCheckpoint | None = None
+        self, model: VisionModel, processor: PictureProcessor, checkpoint: Checkpoint | None = None
     ) -> None:
         self.model = model
         self.processor = processor
@@ -71,7 +71,8 @@ class Encoder:
         """Load the vision half of a checkpoint; nothing else in it is read or fetched.
 
         Args:
-            path_or_repo: the directory of a checkpoint, or a repository as "org/name".
+            path_or_repo: the directory of a checkpoint, a mmproj-*.gguf file of llama.cpp, or a repository
+                as "org/name".
             dtype: of the weights and activations: bfloat16, float16, float32 or float64. Weights stored in
                 that type are memory-mapped; others are converted.
             device: where the model runs.
@@ -97,7 +98,7 @@ class Encoder:
             local_files_only=local_files_only,
             report=report,
         )
-        checkpoint = LocalCheckpoint(directory)
+        checkpoint = local_checkpoint(directory)
         family = family_of(checkpoint.config, str(directory / "config.json"))
         config, pixels = family.read(checkpoint)
         if norm_eps is not None:

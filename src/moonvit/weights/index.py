@@ -148,13 +148,20 @@ class Checkpoint:
             return self._read_index(self._index_name)
         files = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
         if not files:
-            raise WeightsError(self.where, ["no *.safetensors.index.json and no *.safetensors file"])
+            fault = "no *.safetensors.index.json and no *.safetensors file"
+            mmproj = [name for name in names if name.endswith(".gguf")]
+            raise WeightsError(self.where, [fault], f"name the file: {mmproj[0]}" if mmproj else "")
         return self._names_in(files)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all vision tensors."""
         return sum(stored.entry.nbytes for stored in self.tensors.values())
+
+    @property
+    def stored_types(self) -> list[str]:
+        """The types in which the vision tensors lie."""
+        return sorted({stored.entry.dtype for stored in self.tensors.values()})
 
     def bytes_of(self, name: str) -> NDArray[np.uint8]:
         """A vision tensor's bytes as they lie in the file, by released name."""
