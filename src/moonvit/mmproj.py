@@ -20,7 +20,7 @@ from moonvit.errors import ConfigError, MoonvitError
 from moonvit.families import Family, family_of
 from moonvit.fields import Fields
 from moonvit.pixels.clips import K25_CLIP
-from moonvit.weights.gguf_config import Mmproj, config_json, metadata_of, preprocessor_json
+from moonvit.weights.gguf_config import Mmproj, config_json, metadata_of, preprocessor_json, swapped
 from moonvit.weights.gguf_header import as_written
 from moonvit.weights.gguf_layout import parts_of, pieces
 from moonvit.weights.gguf_names import LAYOUTS, Layout
@@ -69,6 +69,9 @@ def export_gguf(
     config, pixels = family.read(checkpoint)
     if tower_only(checkpoint):
         raise MoonvitError(f"{checkpoint.where}: no projector, which a mmproj file must have")
+    if isinstance(config, QwenConfig) and config.temporal_patch_size != 2:
+        fault = f"cannot say: temporal_patch_size {config.temporal_patch_size}"
+        raise ConfigError(f"{checkpoint.where}: a mmproj file of {layout.projector} {fault}")
     model = family.empty_model(config)
     check_loadable(model, checkpoint)
     plan = _plan(model, checkpoint, layout, dtype)
@@ -150,6 +153,8 @@ def _check_reads_back(
     if not faults:
         found = family.vision(config_json(mmproj), where), family.pixels(preprocessor_json(mmproj), where)
         faults = _differences(config, found[0]) + _differences(pixels, found[1])
+        if swapped(layout, shapes, config.hidden_size):
+            faults.append("intermediate_size as large as hidden_size (it means swapped matrices)")
     if faults:
         raise ConfigError(f"{where}: a mmproj file of {layout.projector} cannot say: {'; '.join(faults)}")
 
