@@ -8,8 +8,11 @@ import torch
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from safetensors.torch import save_file
 
+from moonvit.encoder import Encoder
 from moonvit.families import family_of
+from moonvit.mmproj import export_gguf
 from moonvit.presets import model_config, preprocessor_config
+from moonvit.weights.source import local_checkpoint
 from parity_helpers import K25_MEDIA, KIMI_VL_PIXELS, QWEN_PIXELS, kimi_geometry
 
 QWEN2 = {
@@ -57,6 +60,29 @@ def make(directory: Path, family: str, dtype: torch.dtype = torch.float32, **cha
     (directory / "preprocessor_config.json").write_text(json.dumps(pixels))
     save_file(tensors, directory / "model.safetensors")
     return directory
+
+
+def maker(root: Path):
+    """family -> (directory of a checkpoint, the mmproj file made of it, float32), each made once."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            directory, path = make(root / family, family), root / f"mmproj-{family}.gguf"
+            export_gguf(local_checkpoint(directory), path, experimental=True)
+            made[family] = directory, path
+        return made[family]
+
+    return get
+
+
+def load(path: Path, dtype: str = "float32") -> Encoder:
+    return Encoder.from_pretrained(path, dtype=dtype)
+
+
+def assert_same(mine: Encoder, theirs: Encoder) -> None:
+    for (name, a), b in zip(mine.model.state_dict().items(), theirs.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
 
 
 def keys_of(path: Path) -> dict:

@@ -4,7 +4,6 @@ No real file is used: the reference is the `gguf` package, its tables, its reade
 """
 
 import json
-import sys
 
 import gguf
 import numpy as np
@@ -15,8 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from conftest import TINY
-from gguf_helpers import FAMILIES, keys_of, make, rewritten
-from moonvit.encoder import Encoder
+from gguf_helpers import FAMILIES, assert_same, keys_of, load, make, maker, rewritten
 from moonvit.errors import ConfigError, MoonvitError, WeightsError
 from moonvit.mmproj import export_gguf
 from moonvit.ops.rotary import rope_table, rotate_pairs
@@ -35,27 +33,7 @@ PICTURES = [Image.effect_noise(size, 80) for size in [(100, 60), (60, 130)]]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """family -> (directory of a checkpoint, the mmproj file made of it, float32)."""
-    root, made = tmp_path_factory.mktemp("gguf"), {}
-
-    def get(family):
-        if family not in made:
-            directory = make(root / family, family)
-            path = root / f"mmproj-{family}.gguf"
-            export_gguf(local_checkpoint(directory), path, experimental=True)
-            made[family] = directory, path
-        return made[family]
-
-    return get
-
-
-def load(path, dtype="float32"):
-    return Encoder.from_pretrained(path, dtype=dtype)
-
-
-def assert_same(mine, theirs):
-    for (name, a), b in zip(mine.model.state_dict().items(), theirs.model.state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
+    return maker(tmp_path_factory.mktemp("gguf"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,6 +106,34 @@ def test_rows_in_the_file_and_their_rotation(files):
     tables = rope_table([(1, 2, 3)], dim, 10000.0, torch.float64)
     ours = scores(released, lambda x_NHd: rotate_pairs(x_NHd, *tables))
     assert torch.allclose(scores(torch.from_numpy(stored), by_axis), ours, rtol=0, atol=1e-12)
+
+
+def test_rows_that_stay(files):
+    """Kimi-VL's and Qwen's parts are the released rows; frames, places and DeepStack's layers by their names."""
+    pairs = {}
+    for family in ("kimi_vl", "qwen2_vl", "qwen3_vl"):
+        directory, path = files(family)
+        stored = {t.name: np.array(t.data) for t in gguf.GGUFReader(path).tensors}
+        pairs[family] = stored, load_file(directory / "model.safetensors")
+    for family, name, rows in (
+        ("kimi_vl", "vision_tower.encoder.blocks.1.wqkv", 72),
+        ("qwen2_vl", "visual.blocks.1.attn.qkv", 48),
+    ):
+        stored, released = pairs[family]
+        for number, part in enumerate("qkv"):
+            for kind in ("weight", "bias"):
+                expected = released[f"{name}.{kind}"][number * rows : (number + 1) * rows]
+                assert np.array_equal(stored[f"v.blk.1.attn_{part}.{kind}"], expected)
+    stored, released = pairs["kimi_vl"]
+    table = released["vision_tower.patch_embed.pos_emb.weight"]
+    assert np.array_equal(stored["v.position_embd.weight"][8 * 3 + 5], table[3, 5])
+    stored, released = pairs["qwen3_vl"]
+    patch = released["visual.patch_embed.proj.weight"]
+    assert np.array_equal(stored["v.patch_embd.weight"], patch[:, :, 0])
+    assert np.array_equal(stored["v.patch_embd.weight.1"], patch[:, :, 1])
+    norm = released["visual.deepstack_merger_list.1.norm.weight"]
+    assert np.array_equal(stored["v.deepstack.2.norm.weight"], norm)
+    assert np.array_equal(stored["v.blk.3.attn_qkv.weight"], released["visual.blocks.3.attn.qkv.weight"])
 
 
 CONVERTER = {
@@ -343,60 +349,6 @@ def test_released_limits_where_the_file_says_none(files, tmp_path, family):
     )
 
 
-REFUSED = {
-    "window_cells 2": ("qwen2_5_vl", {"window_size": 56}),
-    "full_layers": ("qwen2_5_vl", {"fullatt_block_indexes": [0, 3]}),
-    "deepstack_layers": ("qwen3_vl", {"deepstack_visual_indexes": [2, 0]}),
-    "activation gelu": ("qwen2_vl", {"hidden_act": "gelu"}),
-    "intermediate_size": ("qwen2_vl", {"mlp_ratio": 1}),
-    "norm rmsnorm": ("kimi_k25", {"norm_type": "rmsnorm"}),
-    "pos_emb": ("kimi_vl", {"init_pos_emb_height": 2}),
-    "temporal_patch_size 3": ("qwen2_vl", {"temporal_patch_size": 3}),
-}
-
-
-@pytest.mark.parametrize("word", REFUSED)
-def test_what_a_file_cannot_say_is_refused(tmp_path, word):
-    family, changes = REFUSED[word]
-    directory = make(tmp_path / "m", family, **changes)
-    with pytest.raises(MoonvitError, match=word.replace("pos_emb", "pos_emb|position_embd")):
-        export_gguf(local_checkpoint(directory), tmp_path / "x.gguf")
-    assert not (tmp_path / "x.gguf").exists()
-
-
-def test_other_refusals(files, tmp_path, caplog):
-    checkpoint = local_checkpoint(files("kimi_k3")[0])
-    with pytest.raises(MoonvitError, match="no released llama.cpp reads .*--experimental"):
-        export_gguf(checkpoint, tmp_path / "x.gguf")
-    export_gguf(checkpoint, tmp_path / "x.gguf", experimental=True)
-    assert "experimental" not in caplog.text
-    load(tmp_path / "x.gguf")
-    assert "kimik3 is an experimental layout" in caplog.text
-    with pytest.raises(MoonvitError, match="exists already"):
-        export_gguf(checkpoint, tmp_path / "x.gguf", experimental=True)
-    with pytest.raises(MoonvitError, match="float64 has no place"):
-        export_gguf(checkpoint, tmp_path / "y.gguf", torch.float64, experimental=True)
-    assert [p.name for p in tmp_path.iterdir()] == ["x.gguf"]
-
-
-def test_without_the_package(files, wide, tmp_path, monkeypatch):
-    """Float types are read all the same; the rest says what to install."""
-
-    def packed(name, data, kind):
-        return (name, quantize(data, TYPES.Q8_0), TYPES.Q8_0) if data.ndim == 2 else (name, data, kind)
-
-    path = rewritten(wide[1], tmp_path / "q.gguf", tensors=packed)
-    for module in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
-        monkeypatch.setitem(sys.modules, module, None)
-    assert_same(load(files("kimi_vl")[1]), load(files("kimi_vl")[0]))
-    with pytest.raises(
-        MoonvitError, match=r"Q8_0, which needs the package gguf \(pip install 'moonvit\[gguf\]'\)"
-    ):
-        load(path)
-    with pytest.raises(MoonvitError, match=r"pip install 'moonvit\[gguf\]'"):
-        export_gguf(local_checkpoint(files("kimi_vl")[0]), tmp_path / "x.gguf")
-
-
 @pytest.mark.parametrize("family", ["kimi_k25", "qwen3_vl"])
 def test_back_to_a_checkpoint(files, tmp_path, family):
     """`export` of a mmproj file is the checkpoint that it was made of."""
@@ -413,3 +365,8 @@ def test_another_epsilon_of_qwen_is_refused(files, tmp_path):
     path = rewritten(files("qwen2_vl")[1], tmp_path / "x.gguf", {key: 1e-5})
     with pytest.raises(ConfigError, match=f"{key} is 1e-05, expected 1e-06"):
         load(path)
+
+
+def test_another_window_is_read(files, tmp_path):
+    path = rewritten(files("qwen2_5_vl")[1], tmp_path / "x.gguf", {"clip.vision.window_size": 56})
+    assert load(path).config.window_cells == 2

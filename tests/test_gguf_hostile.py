@@ -83,6 +83,7 @@ BAD = {
     "no architecture": (file([key("a", 4, bytes(4))]), "general.architecture is missing"),
     "one of several": (file([CLIP, key("split.count", 2, b"\x03\x00")]), "one part of several"),
     "no projector": (file(), "field 'clip.projector_type' is missing"),
+    "no vision": (file([CLIP, key("clip.has_vision_encoder", 7, b"\0")]), "has_vision_encoder' is False, expected true"),
     "a foreign projector": (file([CLIP, key("clip.projector_type", 8, text("pixtral"))]), "is \"pixtral\", expected"),
     "a projector of lists": (file([CLIP, key("clip.projector_type", 9, struct.pack("<IQ", 4, 0))]), "expected"),
     "no dimensions": (file(tensors=[tensor(sides=())]), "0 dimensions"),
@@ -183,6 +184,11 @@ def test_every_tensor_missing_or_misshapen(good, tmp_path):
     ):
         assert words in faults, faults
     assert len(caught.value.faults) == 6
+    told = cli("verify", path)
+    assert told.exit_code == 1
+    assert "type I32" in told.stdout
+    with pytest.raises(WeightsError, match="type I32, expected one of BF16"):
+        GgufCheckpoint(path).read("vision_tower.encoder.final_layernorm.bias")
 
 
 def opened(data, path):

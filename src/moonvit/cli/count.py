@@ -22,7 +22,9 @@ from moonvit.weights.source import small_files
 
 @click.command("count")
 @click.argument("images", nargs=-1, required=True, metavar="IMG...")
-@click.option("--model", metavar="M", help="Checkpoint or repository. [default: K3's released limits]")
+@click.option(
+    "--model", metavar="M", help="Checkpoint, mmproj-*.gguf or repository. [default: K3's released limits]"
+)
 @options.revision
 @options.max_tokens
 @options.max_pixels

@@ -10,7 +10,10 @@ from moonvit.presets import PRESETS
 F = TypeVar("F", bound=Callable[..., Any])
 
 model = click.option(
-    "--model", required=True, metavar="M", help="Directory of a checkpoint, or a repository ORG/NAME."
+    "--model",
+    required=True,
+    metavar="M",
+    help="Directory of a checkpoint, mmproj-*.gguf, or a repository ORG/NAME.",
 )
 revision = click.option("--revision", metavar="R", help="Branch, tag or commit of a repository.")
 exif = click.option(

@@ -111,12 +111,22 @@ class GgufCheckpoint(Checkpoint):
         return sorted({entry.dtype for parts in self._parts.values() for entry in parts})
 
     def bytes_of(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of `read`, which for most tensors are those of the file."""
+        """The bytes of `read`, mostly those of the file; of a type that holds no weights just these."""
+        if self.tensors[name].entry.dtype not in TORCH_DTYPES:
+            return np.concatenate([self._map[part.start : part.stop] for part in self._parts[name]])
         raw: NDArray[np.uint8] = self.read(name).contiguous().reshape(-1).view(torch.uint8).numpy()
         return raw
 
     def read(self, name: str) -> Tensor:
-        """A tensor by released name, in the released layout; quantised ones as float32."""
+        """A tensor by released name, in the released layout; quantised ones as float32.
+
+        `WeightsError` for a type that holds no weights.
+        """
+        kind = self.tensors[name].entry.dtype
+        if kind not in TORCH_DTYPES:
+            raise WeightsError(
+                self.where, [f"{name}: type {kind}, expected one of {', '.join(TORCH_DTYPES)}"]
+            )
         tensors = [self._stored(entry) for entry in self._parts[name]]
         return joined(name, tensors, self.layout, self.heads)
 
@@ -230,8 +240,10 @@ def is_gguf(path: Path) -> bool:
 
 def _layout(metadata: Mapping[str, Any], where: str) -> Layout:
     """The row for `clip.projector_type`; `ConfigError` for one that no family here has."""
+    fields = Fields({"clip.has_vision_encoder": True, **metadata}, where)
+    fields.choice("clip.has_vision_encoder", True)
     key = "clip.vision.projector_type" if "clip.vision.projector_type" in metadata else "clip.projector_type"
-    projector = Fields(metadata, where).choice(key, *(layout.projector for layout in LAYOUTS))
+    projector = fields.choice(key, *(layout.projector for layout in LAYOUTS))
     return next(layout for layout in LAYOUTS if layout.projector == projector)
 
 

@@ -66,6 +66,16 @@ class Mmproj:
             raise ConfigError(f"{self.fields.where}: {name}: {fault}, expected {rank} dimensions")
         return shape
 
+    def blocks(self) -> int:
+        """How many there are, which cannot be more than the tensors say."""
+        stated = self.count(f"{V}block_count", 1000)
+        words = (name.split(".") for name in self.shapes if name.startswith("v.blk."))
+        numbers = {word[2] for word in words if len(word) > 3}
+        if str(stated - 1) not in numbers:
+            fault = f"{V}block_count is {stated}, but there is no tensor v.blk.{stated - 1}.*"
+            raise ConfigError(f"{self.fields.where}: {fault}")
+        return stated
+
     def numbers(self) -> dict[str, Any]:
         """Mean and deviation, as every preprocessor config has them."""
         mean = self.fields.numbers(f"{V}image_mean", 3, -1e3, 1e3)
@@ -101,7 +111,7 @@ def _moonvit(mmproj: Mmproj) -> dict[str, Any]:
         "merge_kernel_size": [mmproj.count(MERGE, 16)] * 2,
         "vt_hidden_size": mmproj.count(f"{V}embedding_length", 65536),
         "vt_intermediate_size": mmproj.count(f"{V}feed_forward_length"),
-        "vt_num_hidden_layers": mmproj.count(f"{V}block_count", 1000),
+        "vt_num_hidden_layers": mmproj.blocks(),
         "vt_num_attention_heads": mmproj.count(HEADS, 1024),
         "text_hidden_size": mmproj.count(f"{V}projection_dim"),
         "projector_ln_eps": mmproj.fields.number(EPSILON, 0.0, 1.0),
@@ -140,7 +150,7 @@ def _qwen(mmproj: Mmproj) -> dict[str, Any]:
     if epsilon != NORM_EPS:  # the towers have it fixed; the converter writes the text model's
         raise ConfigError(f"{mmproj.fields.where}: {EPSILON} is {epsilon:g}, expected {NORM_EPS:g}")
     return {
-        "depth": mmproj.count(f"{V}block_count", 1000),
+        "depth": mmproj.blocks(),
         "num_heads": mmproj.count(HEADS, 1024),
         "patch_size": mmproj.count(f"{V}patch_size", 256),
         "spatial_merge_size": mmproj.get(QWEN_MERGE, 2).integer(QWEN_MERGE, 1, 16),
