@@ -29,15 +29,15 @@ def command(model: str, output: Path, dtype: str | None, experimental: bool, rev
 
     With -o x.gguf it becomes a mmproj file for llama.cpp.
     """
-    path = find_checkpoint(model, revision=revision)
-    document = describe_checkpoint(path)
+    checkpoint = local_checkpoint(find_checkpoint(model, revision=revision))
+    document = describe_checkpoint(checkpoint)
     if document["faults"]:
         raise WeightsError(model, document["faults"], "moonvit info lists what the checkpoint holds")
     kind = DTYPES[dtype] if dtype else None
     if output.suffix.lower() == SUFFIX:
-        total = export_gguf(local_checkpoint(path), output, kind, experimental)
+        total = export_gguf(checkpoint, output, kind, experimental)
     elif experimental:
         raise MoonvitError("--experimental is for -o x.gguf")
     else:
-        total = export(local_checkpoint(path), output, kind)
+        total = export(checkpoint, output, kind)
     click.echo(f"{output}: {document['tensors']['found']} tensors, {total:,} bytes")

@@ -26,7 +26,7 @@ def command(model: str, revision: str | None, kind: str) -> None:
 
     Reads headers only. The exit code is 1 if the checkpoint cannot be loaded.
     """
-    document = describe_checkpoint(find_checkpoint(model, revision=revision))
+    document = describe_checkpoint(local_checkpoint(find_checkpoint(model, revision=revision)))
     if kind == "json":
         click.echo(json.dumps(document, indent=2))
     else:
@@ -34,9 +34,8 @@ def command(model: str, revision: str | None, kind: str) -> None:
     sys.exit(1 if document["faults"] else 0)
 
 
-def describe_checkpoint(directory: Path) -> dict[str, Any]:
+def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     """All that headers and configs tell, as one JSON-like document."""
-    checkpoint = local_checkpoint(directory)
     faults: list[str] = []
     vision, pixels = _configs(checkpoint, faults)
     expected: dict[str, tuple[int, ...]] = {}
@@ -47,7 +46,7 @@ def describe_checkpoint(directory: Path) -> dict[str, Any]:
     else:
         faults += checkpoint.faults
     return {
-        "path": str(directory),
+        "path": checkpoint.where,
         "family": vision.model_type if vision else None,
         "geometry": asdict(vision) | {"head_dim": vision.head_dim} if vision else None,
         "preprocessor": asdict(pixels) if pixels else None,

@@ -23,9 +23,8 @@ def command(model: str, revision: str | None, kind: str) -> None:
 
     The exit code is 1 if anything is wrong.
     """
-    directory = find_checkpoint(model, revision=revision)
-    faults = list(describe_checkpoint(directory)["faults"])
-    checkpoint = local_checkpoint(directory)
+    checkpoint = local_checkpoint(find_checkpoint(model, revision=revision))
+    faults = list(describe_checkpoint(checkpoint)["faults"])
     with bar(checkpoint.nbytes, "B") as shown:
         tensors = list(verify(checkpoint, shown.update))
     faults += [f"{t.name}: {t.not_finite} values are NaN or infinite" for t in tensors if t.not_finite]
