@@ -70,7 +70,8 @@ class GgufCheckpoint(Checkpoint):
         self.scan()
 
     def file_names(self) -> list[str]:
-        return [self.path.name]
+        """The file, and those that are made of its keys."""
+        return [self.path.name, "config.json", "preprocessor_config.json"]
 
     def small_file(self, name: str, limit: int) -> bytes:
         found = {"config.json": self._config, "preprocessor_config.json": self._preprocessor}.get(name)
