@@ -21,7 +21,7 @@ from moonvit.errors import ConfigError, MoonvitError, WeightsError
 from moonvit.mmproj import export_gguf
 from moonvit.weights.gguf import GgufCheckpoint
 from moonvit.weights.gguf_header import HEADER_LIMIT, parse_gguf
-from moonvit.weights.source import local_checkpoint
+from moonvit.weights.source import ConfigFiles, local_checkpoint
 
 PICTURE = IMAGES / "rgba_120x90.png"
 
@@ -257,6 +257,7 @@ REFUSALS = {
     "name the file: mmproj-x.gguf": ["info", "folder"],
     "exists already": ["export", "folder/mmproj-x.gguf", "-o", "folder/mmproj-x.gguf"],
     "--experimental is for -o x.gguf": ["export", "folder/mmproj-x.gguf", "-o", "d", "--experimental"],
+    "no tiktoken.model and no tokenizer.json": ["prompt", "folder/mmproj-x.gguf", "What is this?"],
     "no place in a mmproj file": ["export", "folder/mmproj-x.gguf", "-o", "d.gguf", "--dtype", "float64"],
 }
 
@@ -269,6 +270,11 @@ def test_refusals_of_the_command_line(good, tmp_path, monkeypatch, message):
     done = cli(*REFUSALS[message])
     assert isinstance(done.exception, MoonvitError)
     assert message in one_line(done.exception)
+
+
+def test_there_is_no_tokenizer(good):
+    with pytest.raises(WeightsError, match="is a mmproj file, which has no tokenizer"):
+        ConfigFiles(good)
 
 
 def test_one_line_and_exit_code(tmp_path):
