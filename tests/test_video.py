@@ -3,6 +3,9 @@
 import math
 import struct
 import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from safetensors.torch import load_file
 import parity_helpers as helpers
 from conftest import TINY
 from moonvit.cli import group
+from moonvit.clips import video_chunks
 from moonvit.config import PixelConfig
 from moonvit.encoder import Encoder
 from moonvit.errors import ConfigError, ImageError, MoonvitError
@@ -143,7 +147,10 @@ def test_qwen_in_one_pass_or_by_chunks(encoders, name, tmp_path):
     for layer, rows in enumerate(expected.deepstack):
         mine = torch.cat([chunk.deepstack[layer] for chunk in chunks])
         assert helpers.relative_error(mine, rows[0]) < 1e-6
-    assert chunks[0].timestamp.startswith("<0.")
+    for chunk in chunks:  # the middle of its frames
+        assert chunk.seconds == sum(chunk.frames) / len(chunk.frames) / 2
+        assert chunk.timestamp == f"<{chunk.seconds:.1f} seconds>"
+    assert chunks[0].seconds > 0
 
 
 def test_qwen3_limits_bound_all_frames_together(encoders):
@@ -233,3 +240,49 @@ def test_the_encode_verb(encoders, tmp_path):
     stored = load_file(output)
     assert stored["grid_thws"].tolist() == [[4, 6, 8], [2, 6, 8]]
     assert stored["embeddings/1"].shape == (12, 40)
+
+
+def opened(path):
+    """How many file handles of this process lead to that file."""
+    handles = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum(link.exists() and link.resolve() == path.resolve() for link in handles)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_a_video_left_early_is_closed(encoders, tmp_path):
+    path = make_video(tmp_path / "clip.mp4", count=24)
+    chunks = encoders("kimi_k25").encode_video(path)
+    next(chunks)
+    assert opened(path) == 1
+    chunks.close()
+    assert opened(path) == 0
+
+
+def test_one_chunk_is_held_at_a_time(encoders):
+    """Frames are asked for as their chunk is, and no more are alive than a chunk has."""
+    alive, most = [], 0
+
+    class Frames(list):
+        def __getitem__(self, number):
+            nonlocal most
+            picture = Image.new("RGB", (30, 30), (number, 0, 0))
+            alive.append(weakref.ref(picture))
+            most = max(most, sum(frame() is not None for frame in alive))
+            return picture
+
+    video = open_video([Image.new("RGB", (30, 30))], fps=2)
+    encoder = encoders("kimi_k25")
+    chunks = video_chunks(encoder, replace(video, count=40, source=Frames()))
+    assert len(list(chunks)) == 10
+    assert most <= 8
+
+
+def test_an_animation_that_is_not_decoded_says_how(encoders, tmp_path):
+    frames = [Image.new("RGB", (60, 40), (n * 20,) * 3) for n in range(3)]
+    frames[0].save(tmp_path / "a.webp", save_all=True, append_images=frames[1:], duration=100, lossless=True)
+    try:
+        chunks = list(encoders("kimi_k25").encode_video(tmp_path / "a.webp"))
+    except ImageError as error:
+        assert "give its frames as a list" in str(error)
+    else:  # a decoder that knows them
+        assert chunks
