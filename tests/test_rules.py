@@ -9,6 +9,7 @@ import json
 import math
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from moonvit.encoder import Encoder
 from moonvit.errors import ConfigError, ImageError
 from moonvit.fields import Fields
 from moonvit.pixels.clips import K25_CLIP, qwen2_frame_size, qwen2_samples, qwen3_frame_size, qwen3_samples
+from moonvit.pixels.kimi import KimiProcessor
 from moonvit.pixels.qwen import QwenProcessor
 from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.export import export
@@ -327,3 +329,11 @@ def test_an_address_is_not_fetched(qwen3):
 def test_a_rate_that_is_no_number(qwen3, fps):
     with pytest.raises(ValueError, match="fps is"):
         qwen3.encode_video([FRAME], fps=fps)
+
+
+@pytest.mark.parametrize(("clip", "frame", "side"), [(80, 4096, 6), (10**6, 20, 6), (None, 80, 10)])
+def test_a_chunk_shares_its_limit_among_its_frames(clip, frame, side):
+    """By hand: 80 patches for four frames are 20 for each, so 200 pixels become int(200·√(20/196)) = 63."""
+    processor = KimiProcessor(kimi_pixels({"media_proc_cfg": helpers.K25_MEDIA}))
+    rules = replace(K25_CLIP, clip_limit=clip, frame_limit=frame)
+    assert processor.clip([Image.new("RGB", (200, 200))] * 4, rules).plan.grid == (4, side, side)
