@@ -114,6 +114,10 @@ class ConfigFiles:
         self.where = os.fspath(path_or_repo)
         self._directory = local_path(path_or_repo)
         if self._directory is not None and self._directory.is_file():
+            raise WeightsError(
+                self.where, ["a mmproj file holds no tokenizer"], "give the directory of a checkpoint"
+            )
+        if self._directory is not None and self._directory.is_file():
             fault = "is a mmproj file, which has no tokenizer"
             raise WeightsError(self.where, [fault], "give the directory of the checkpoint")
         self._repo = HubRepo(self.where, revision)
