@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,15 @@ DATA = Path(__file__).parent / "data"
 TINY = DATA / "k3-tiny"
 IMAGES = DATA / "images"
 CASES = ("wide", "tall", "square", "table", "large", "clip")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Products of miniatures are far quicker without a second thread to wait for."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -148,9 +148,14 @@ class _Handler(BaseHTTPRequestHandler):
         if more and more[-1] not in hub.revisions:
             return self.refuse(404, "RevisionNotFound")
         siblings = [{"rfilename": file} for file in files]
-        data = json.dumps(
-            {"id": f"{org}/{name}", "sha": self.server_hub.commit, "siblings": siblings}
-        ).encode()
+        answer: Any = {"id": f"{org}/{name}", "sha": self.server_hub.commit, "siblings": siblings}
+        if more and more[0] == "tree":
+            sizes = {file: source.stat().st_size for file, source in files.items()}
+            answer = [
+                {"type": "file", "path": file, "size": size, "oid": f"{size:040x}"}
+                for file, size in sizes.items()
+            ]
+        data = json.dumps(answer).encode()
         self.head(200, {"Content-Type": "application/json", "Content-Length": str(len(data))})
         self.send(data)
         return None

@@ -129,7 +129,7 @@ def kimi_k25_pair(directory: Path) -> tuple[Encoder, Any]:
     return Encoder.from_pretrained(directory, dtype="float32"), reference
 
 
-def kimi_vl_pair(directory: Path) -> tuple[Encoder, Any]:
+def kimi_vl_pair(directory: Path, width: int = 40) -> tuple[Encoder, Any]:
     """Our encoder over a Kimi-VL checkpoint, and nemo-automodel's tower and projector."""
     ref = nemo_classes("kimivl", {
         "_apply_rope_vision", "vision_attention_sdpa", "Learnable2DInterpPosEmb", "Rope2DPosEmb",
@@ -140,11 +140,11 @@ def kimi_vl_pair(directory: Path) -> tuple[Encoder, Any]:
     geometry = {key: value for key, value in kimi_geometry().items() if key not in dropped}
     vision = SimpleNamespace(**geometry, _attn_implementation="sdpa")
     tower = randomize(ref.MoonVitPretrainedModel(vision), 3)
-    whole = SimpleNamespace(vision_config=vision, text_config=SimpleNamespace(hidden_size=40))
+    whole = SimpleNamespace(vision_config=vision, text_config=SimpleNamespace(hidden_size=width))
     projector = randomize(ref.KimiVLMultiModalProjector(whole), 4)
     config = {
         "architectures": ["KimiVLForConditionalGeneration"], "model_type": "kimi_vl",
-        "vision_config": {"model_type": "moonvit", **geometry}, "text_config": {"hidden_size": 40},
+        "vision_config": {"model_type": "moonvit", **geometry}, "text_config": {"hidden_size": width},
     }  # fmt: skip
     tensors = {f"vision_tower.{k}": v for k, v in tower.state_dict().items()}
     tensors |= {f"multi_modal_projector.{k}": v for k, v in projector.state_dict().items()}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine_checkpoints import qwen3_vl
 from hub_server import HubServer
 from moonvit.synthetic import make_checkpoint
 
@@ -30,8 +31,10 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme")
     shutil.copytree(ROOT / "examples", folder / "examples")
     make_checkpoint(folder / "build" / "k3-random", "tiny")
-    files = {path.name: path for path in (folder / "build" / "k3-random").iterdir()}
-    with HubServer({"moonshotai/Kimi-K3.1-Pro": files}) as hub:
+    qwen = qwen3_vl(tmp_path_factory.mktemp("qwen")).directory
+    homes = {"moonshotai/Kimi-K3.1-Pro": folder / "build" / "k3-random", "Qwen/Qwen3-VL-2B-Instruct": qwen}
+    repos = {name: {path.name: path for path in home.iterdir()} for name, home in homes.items()}
+    with HubServer(repos) as hub:
         yield folder, os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home")}
 
 

@@ -14,6 +14,7 @@ from moonvit.errors import MoonvitError, WeightsError
 
 VERBS = {
     "encode": "Encode pictures into embeddings.",
+    "generate": "Answer a question about pictures, with the checkpoint's own text model.",
     "info": "Show what a checkpoint holds, and what it lacks.",
     "count": "Count the tokens of pictures from their headers.",
     "prompt": "Make a prompt with pictures: ids, slots, embeddings for an engine.",

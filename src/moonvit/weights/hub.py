@@ -53,7 +53,7 @@ class HubRepo:
         from huggingface_hub import HfApi
 
         api = HfApi(endpoint=endpoint(), token=self.token)
-        return self._asked(lambda: api.model_info(self.name, revision=self.revision, timeout=TIMEOUT))
+        return self.asked(lambda: api.model_info(self.name, revision=self.revision, timeout=TIMEOUT))
 
     def download(self, file: str, limit: int) -> bytes:
         """A file of at most `limit` bytes at the commit, through huggingface-hub's cache."""
@@ -62,7 +62,7 @@ class HubRepo:
         size = self.open(file)[0].size
         if size > limit:
             raise WeightsError(f"{self.name}/{file}", [f"{size} bytes, the limit is {limit}"])
-        path = self._asked(
+        path = self.asked(
             lambda: hf_hub_download(
                 self.name,
                 file,
@@ -81,13 +81,13 @@ class HubRepo:
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         url = hf_hub_url(self.name, file, revision=self.commit, endpoint=endpoint())
-        found = self._asked(lambda: get_hf_file_metadata(url, token=self.token, retry_on_errors=True), file)
+        found = self.asked(lambda: get_hf_file_metadata(url, token=self.token, retry_on_errors=True), file)
         if found.size is None:
             raise WeightsError(file, ["the hub does not say how large it is"])
         headers = build_hf_headers(token=self.token, library_name="moonvit")
         return RemoteFile(file, url, found.size, headers), found.etag or ""
 
-    def _asked(self, question: Callable[[], T], file: str = "") -> T:
+    def asked(self, question: Callable[[], T], file: str = "") -> T:
         """The answer of huggingface-hub, its errors as one line of ours."""
         from huggingface_hub import errors
 
