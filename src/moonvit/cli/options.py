@@ -45,6 +45,13 @@ norm_eps = click.option(
 device = click.option(
     "--device", default="cpu", show_default=True, help="Where the model runs: cpu, cuda, mps."
 )
+backend = click.option(
+    "--backend",
+    type=click.Choice(["auto", "eager", "compiled", "native"]),
+    default="auto",
+    show_default=True,
+    help="How the model is run: plain PyTorch, compiled by it, or native kernels.",
+)
 preset = click.option(
     "--preset", type=click.Choice(PRESETS), default="full", show_default=True, help="Geometry; full is K3's."
 )
