@@ -20,7 +20,7 @@ from moonvit.pixels.base import PictureProcessor, PixelBatch, Prepared
 from moonvit.pixels.decode import Exif, Layout, Limits
 from moonvit.pixels.video import open_video
 from moonvit.progress import progress_bar
-from moonvit.towers.base import Features, Tap, VisionModel, check_finite, no_tap
+from moonvit.towers.base import PATCHES_AT_ONCE, Features, Tap, VisionModel, check_finite, no_tap
 from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.load import fingerprint, load_weights, tower_only
 from moonvit.weights.source import Reporter, find_checkpoint
@@ -32,9 +32,6 @@ DTYPES = {
     "float64": torch.float64,
 }
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
-
-PATCHES_AT_ONCE = 16384
-"""Patches of a packed batch, unless one picture alone has more; bounds the memory of `encode`."""
 
 
 class Encoder:
