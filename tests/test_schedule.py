@@ -5,7 +5,8 @@ import threading
 import pytest
 from PIL import Image
 
-from moonvit.schedule import PATCHES_AT_ONCE, ahead, grouped
+from moonvit.schedule import ahead, grouped
+from moonvit.towers.base import PATCHES_AT_ONCE
 
 
 def test_groups_are_bounded_by_pictures_and_patches(encoder):

@@ -13,7 +13,7 @@ from moonvit.bench.plot import plot
 from moonvit.bench.report import Row, as_document, as_text
 from moonvit.bench.run import benchmark, of_encoder
 from moonvit.cli import options
-from moonvit.cli.doctor import cpu_flags
+from moonvit.cli.doctor import kernel_features
 from moonvit.encoder import Encoder
 from moonvit.weights.source import find_checkpoint
 
@@ -41,6 +41,15 @@ def numbers(_context: click.Context, _parameter: click.Parameter, value: str) ->
     show_default=True,
     help="Can be given several times.",
 )
+@click.option(
+    "--backend",
+    "backends",
+    type=click.Choice(["auto", "eager", "compiled", "native"]),
+    multiple=True,
+    default=["auto"],
+    show_default=True,
+    help="Can be given several times.",
+)
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Timed runs of each.")
 @options.device
 @options.threads
@@ -52,6 +61,7 @@ def command(
     revision: str | None,
     sizes: list[int],
     dtypes: tuple[str, ...],
+    backends: tuple[str, ...],
     rounds: int,
     device: str,
     threads: int | None,
@@ -61,16 +71,20 @@ def command(
 ) -> None:
     """Time the tower on square pictures, beside this machine's own matrix product.
 
-    All dtypes take turns, round after round, with PyTorch's product of one of the tower's matrices, so that
+    All backends and dtypes take turns, round after round, with PyTorch's product of one of the tower's matrices, so that
     "of ceiling" is the part of the machine's rate that was reached. The table has the medians; the spread is
     from the slowest to the fastest run.
     """
     options.use_threads(threads)
     directory = str(find_checkpoint(model, revision=revision))
-    encoders = {
-        f"moonvit {dtype}": Encoder.from_pretrained(directory, dtype=dtype, device=device) for dtype in dtypes
-    }
-    contenders = [of_encoder(name, encoder) for name, encoder in encoders.items()]
+    contenders = [
+        of_encoder(
+            f"moonvit {backend} {dtype}",
+            Encoder.from_pretrained(directory, dtype=dtype, device=device, backend=backend),
+        )
+        for dtype in dtypes
+        for backend in backends
+    ]
     rows: list[Row] = []
     for row in benchmark(contenders, sizes, rounds):
         rows.append(row)
@@ -94,5 +108,5 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
-        "features": cpu_flags(),
+        "features": kernel_features(),
     }

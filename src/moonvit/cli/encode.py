@@ -85,6 +85,7 @@ class Job:
 @options.dtype
 @options.norm_eps
 @options.device
+@options.backend
 @options.threads
 @options.max_tokens
 @options.max_pixels
@@ -108,6 +109,7 @@ def command(
     dtype: str,
     norm_eps: float | None,
     device: str,
+    backend: str,
     threads: int | None,
     max_tokens: int | None,
     max_pixels: int | None,
@@ -133,6 +135,7 @@ def command(
         dtype=dtype,
         device=device,
         norm_eps=norm_eps,
+        backend=backend,
         limits=limits,
         report=fetch_bar,
     )
@@ -249,6 +252,7 @@ def _write_tables(job: Job, writer: SafetensorsWriter, how: dict[str, Any]) -> N
         family=encoder.family,
         norm_eps=repr(encoder.config.norm_eps),
         dtype=str(encoder.dtype).removeprefix("torch."),
+        backend=encoder.backend,
         version=__version__,
         **{key: json.dumps(value) for key, value in how.items()},
     )
@@ -261,6 +265,7 @@ def _report(job: Job, seconds: dict[str, float], output: Path | None, kind: str)
             "failures": [{"source": source, "error": error} for source, error in job.failures],
             "norm_eps": job.encoder.config.norm_eps,
             "dtype": str(job.encoder.dtype).removeprefix("torch."),
+            "backend": job.encoder.backend,
             "seconds": {key: round(value, 4) for key, value in seconds.items()},
             "output": str(output) if output else None,
         }
