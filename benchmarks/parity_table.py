@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from against_reference import reference  # noqa: E402
+from reference_models import reference  # noqa: E402
 
 import parity_helpers as helpers  # noqa: E402
 import test_pixels_families as pixels  # noqa: E402
@@ -37,8 +37,13 @@ TOWERS = {
 }
 
 
-def tower_figures(name: str) -> tuple[float, float, int]:
-    """Worst relative error of a picture or clip, least cosine of a token, pictures and clips compared."""
+Figures = tuple[float, float, int, float, float]
+
+
+def tower_figures(name: str) -> Figures:
+    """Worst relative error of a picture or clip, least cosine of a token, pictures and clips compared;
+    error and cosine of bfloat16 against float32.
+    """
     worst, least, count = 0.0, 1.0, 0
     with tempfile.TemporaryDirectory() as directory, torch.no_grad():
         ours, reference = helpers.PAIRS[name](Path(directory) / "checkpoint")
@@ -48,10 +53,11 @@ def tower_figures(name: str) -> tuple[float, float, int]:
                 worst = max(worst, helpers.relative_error(mine, theirs))
                 least = min(least, helpers.least_cosine(mine, theirs))
                 count += 1
-    return worst, least, count
+        half = helpers.bfloat16_figures(ours, helpers.stills_of(name) + helpers.clips_of(name))
+    return worst, least, count, *half
 
 
-def k3_figures() -> tuple[float, float, int]:
+def k3_figures() -> Figures:
     """The same for K3's mid-size geometry, each picture and clip by itself."""
     worst, least, count = 0.0, 1.0, 0
     with tempfile.TemporaryDirectory() as directory, torch.no_grad():
@@ -65,7 +71,8 @@ def k3_figures() -> tuple[float, float, int]:
             worst = max(worst, helpers.relative_error(mine, expected))
             least = min(least, helpers.least_cosine(mine, expected))
             count += 1
-    return worst, least, count
+        half = helpers.bfloat16_figures(ours, helpers.KIMI_BATCHES + helpers.KIMI_CLIPS)
+    return worst, least, count, *half
 
 
 def pixels_equal(family: str, sizes: int) -> tuple[int, int]:
@@ -108,18 +115,20 @@ def main() -> None:
     sizes = parser.parse_args().sizes
     warnings.simplefilter("ignore")
     print(
-        "| family | worst relative error | 1 - least token cosine | compared | pixels equal | tower lines |"
+        "| family | worst relative error | 1 - least token cosine | compared | bf16: worst relative error "
+        "| bf16: least token cosine | pixels equal | tower lines |"
     )
-    print("|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for name in ["kimi_k3", *helpers.PAIRS]:
         family = name.partition(" ")[0]
-        worst, least, count = k3_figures() if name == "kimi_k3" else tower_figures(name)
+        worst, least, count, half, cosine = k3_figures() if name == "kimi_k3" else tower_figures(name)
         equal, lines = "as above", "as above"
         if name == "kimi_k3":
             equal, lines = "see tests/test_pixels_golden.py", lines_of(family)
         elif name == family:
             equal, lines = "{} of {}".format(*pixels_equal(family, sizes)), lines_of(family)
-        print(f"| {name} | {worst:.1e} | {1 - least:.1e} | {count} | {equal} | {lines} |", flush=True)
+        figures = f"{worst:.1e} | {1 - least:.1e} | {count} | {half:.1e} | {cosine:.5f}"
+        print(f"| {name} | {figures} | {equal} | {lines} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Random checkpoints of every family, the reference that each is held against, and their figures."""
 
 import ast
+import copy
 import importlib.util
 import json
 import math
@@ -204,18 +205,43 @@ def qwen2_5_vl_pair(directory: Path) -> tuple[Encoder, Any]:
     return saved(model, directory, QWEN_PIXELS), qwen_reference(model.model.visual, 4)
 
 
-def qwen3_vl_pair(directory: Path) -> tuple[Encoder, Any]:
-    """An 8x8 table, DeepStack from two layers."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+QWEN3_VISION = {
+    "depth": 4, "hidden_size": 72, "out_hidden_size": 40, "num_heads": 3, "intermediate_size": 100,
+    "num_position_embeddings": 64,
+}  # fmt: skip
 
-    vision = {
-        "depth": 4, "hidden_size": 72, "out_hidden_size": 40, "num_heads": 3, "intermediate_size": 100,
-        "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2],
-    }  # fmt: skip
-    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=TEXT, vision_config=vision))
+
+def qwen3_pair(directory: Path, model: torch.nn.Module) -> tuple[Encoder, Any]:
     randomize(model.model.visual, 8)
     pixels = {**QWEN_PIXELS, "patch_size": 16}
     return saved(model, directory, pixels), qwen_reference(model.model.visual, 4)
+
+
+def qwen3_vl_pair(directory: Path, layers: tuple[int, ...] = (0, 2)) -> tuple[Encoder, Any]:
+    """An 8x8 table, DeepStack from two layers."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    vision = {**QWEN3_VISION, "deepstack_visual_indexes": list(layers)}
+    config = Qwen3VLConfig(text_config=TEXT, vision_config=vision)
+    return qwen3_pair(directory, Qwen3VLForConditionalGeneration(config))
+
+
+def qwen3_vl_moe_pair(directory: Path) -> tuple[Encoder, Any]:
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    text = {**TEXT, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    vision = {**QWEN3_VISION, "deepstack_visual_indexes": [1, 3]}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    return qwen3_pair(directory, Qwen3VLMoeForConditionalGeneration(config))
+
+
+def qwen3_5_pair(directory: Path) -> tuple[Encoder, Any]:
+    """Qwen3-VL's tower, without DeepStack."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = {**TEXT, "layer_types": ["full_attention"]}
+    config = Qwen3_5Config(text_config=text, vision_config=QWEN3_VISION)
+    return qwen3_pair(directory, Qwen3_5ForConditionalGeneration(config))
 
 
 def native_k25(directory: Path, raw: bool) -> tuple[Encoder, Any]:
@@ -264,6 +290,8 @@ PAIRS = {
     "qwen2_vl": qwen2_vl_pair,
     "qwen2_5_vl": qwen2_5_vl_pair,
     "qwen3_vl": qwen3_vl_pair,
+    "qwen3_vl (mixture of experts)": qwen3_vl_moe_pair,
+    "qwen3_vl (Qwen3.5)": qwen3_5_pair,
 }
 
 
@@ -290,3 +318,21 @@ def patches_for(encoder: Encoder, grids: list[tuple[int, int, int]], seed: int =
     total = sum(t * h * w for t, h, w in grids)
     shape = (total, *encoder.processor.patch_shape)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def bfloat16_figures(ours: Encoder, batches: list) -> tuple[float, float]:
+    """Worst relative error of a picture and least cosine of a token in bfloat16, against float32.
+
+    Both runs have the weights rounded to bfloat16, as released checkpoints have them.
+    """
+    half = Encoder.from_pretrained(ours.checkpoint.directory, dtype="bfloat16")
+    exact = copy.deepcopy(half.model).float()
+    worst, least = 0.0, 1.0
+    for grids in batches:
+        pixels = patches_for(ours, grids)
+        with torch.no_grad():
+            pairs = zip(half.model(pixels, grids), exact(pixels, grids), strict=True)
+        for mine, theirs in pairs:
+            worst = max(worst, relative_error(mine, theirs))
+            least = min(least, least_cosine(mine, theirs))
+    return worst, least

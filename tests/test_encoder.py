@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from conftest import IMAGES, TINY, relative_error
-from moonvit.encoder import PATCHES_AT_ONCE, Encoder, grouped
+from moonvit.encoder import Encoder
 from moonvit.errors import ImageError, MoonvitError
 from moonvit.pixels.decode import Limits
 
@@ -109,20 +109,8 @@ def test_dtype_spellings(dtype):
     assert Encoder.from_pretrained(TINY, dtype=dtype).dtype == torch.bfloat16
 
 
-def test_groups_are_bounded_by_pictures_and_patches(encoder):
-    picture = encoder.processor.prepare(Image.new("L", (14 * 100, 14 * 100)))
-    assert picture.plan.patches == 10_000
-    assert [len(g) for g in grouped([picture] * 3, 100)] == [1, 1, 1]
-    small = encoder.processor.prepare(Image.new("L", (28, 28)))
-    assert [len(g) for g in grouped([small] * 5, 2)] == [2, 2, 1]
-    fitting = PATCHES_AT_ONCE // small.plan.patches
-    assert len(next(iter(grouped([small] * (fitting + 1), 10**9)))) == fitting
-    with pytest.raises(ValueError, match="batch_size is 0"):
-        encoder.encode([PICTURES[1]], batch_size=0)
-
-
 def test_pictures_are_prepared_as_they_are_needed(encoder, monkeypatch):
-    """Memory is bounded: a picture is decoded only once its group is due."""
+    """Memory is bounded: only the present group and the next are decoded, and the picture that ends it."""
     alive: list[int] = []
     prepare, embed = encoder.processor.prepare, encoder.embed
     pending = 0
@@ -141,7 +129,7 @@ def test_pictures_are_prepared_as_they_are_needed(encoder, monkeypatch):
     monkeypatch.setattr(encoder.processor, "prepare", counted)
     monkeypatch.setattr(encoder, "embed", emptied)
     encoder.encode([PICTURES[1]] * 20, batch_size=4)
-    assert max(alive) <= 5
+    assert max(alive) <= 4 + 4 + 1
 
 
 def test_fingerprint_needs_a_checkpoint(encoder):

@@ -40,6 +40,8 @@ def run(*arguments):
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_family_is_found_by_either_name(family):
     assert family_of({"model_type": family.name}) is family
+    for other in family.others:
+        assert family_of({"model_type": other}) is family
     for architecture in family.architectures:
         assert family_of({"architectures": [architecture]}) is family
 
@@ -106,35 +108,46 @@ def test_a_missing_tensor_is_named(checkpoints, name, tmp_path):
         Encoder.from_pretrained(tmp_path)
 
 
-PARSERS = {
-    "kimi_k25": kimi_k25, "kimi_vl": kimi_vl, "qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl,
-    "qwen3_vl": qwen3_vl,
-}  # fmt: skip
 OPTIONAL = {
     "kimi_k25": {*K25_DEFAULTS, "qkv_hidden_size", "mm_hidden_size", "text_hidden_size", "video_attn_type"},
     "kimi_vl": {"model_type"},
-    "qwen2_vl": {"hidden_act", "in_channels", "rope_parameters", "initializer_range", "model_type"},
-    "qwen2_5_vl": {
-        "hidden_act", "in_channels", "rope_parameters", "initializer_range", "model_type", "tokens_per_second",
-    },
-    "qwen3_vl": {"hidden_act", "in_channels", "rope_parameters", "initializer_range", "model_type"},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", OPTIONAL)
 def test_each_field_deleted(checkpoints, name):
     """It is refused by name, or it has the family's documented meaning and nothing changes."""
     config = json.loads((checkpoints(name) / "config.json").read_text())
-    whole = PARSERS[name](config)
+    parse = {"kimi_k25": kimi_k25, "kimi_vl": kimi_vl}[name]
+    whole = parse(config)
     refused = set()
     for field in config["vision_config"]:
         vision = {key: value for key, value in config["vision_config"].items() if key != field}
         try:
-            assert PARSERS[name]({**config, "vision_config": vision}) == whole, field
+            assert parse({**config, "vision_config": vision}) == whole, field
         except ConfigError as error:
             assert f"'{field}'" in str(error) or f"'vt_{field}'" in str(error)
             refused.add(field)
     assert refused == set(config["vision_config"]) - OPTIONAL[name]
+
+
+@pytest.mark.parametrize("parse", [qwen2_vl, qwen2_5_vl, qwen3_vl], ids=lambda parse: parse.__name__)
+def test_each_field_deleted_has_transformers_default(checkpoints, parse):
+    from transformers import AutoConfig
+
+    config = json.loads((checkpoints(parse.__name__) / "config.json").read_text())
+    defaults = AutoConfig.for_model(parse.__name__).vision_config.to_dict()
+
+    def parsed(vision):
+        try:
+            return parse({**config, "vision_config": vision})
+        except ConfigError as error:
+            return str(error)
+
+    for field in set(config["vision_config"]) & set(defaults) - {"rope_parameters"}:
+        vision = {key: value for key, value in config["vision_config"].items() if key != field}
+        default = list(defaults[field]) if isinstance(defaults[field], tuple) else defaults[field]
+        assert parsed(vision) == parsed({**vision, field: default}), field
 
 
 def test_a_field_given_twice_is_refused(checkpoints):
@@ -148,3 +161,23 @@ def test_clips_are_refused_by_kimi_vl(checkpoints):
     encoder = Encoder.from_pretrained(checkpoints("kimi_vl"), dtype="float32")
     with pytest.raises(ValueError, match="at most 1 frames"):
         encoder.model(torch.zeros(8, 3, 14, 14), [(2, 2, 2)])
+
+
+@pytest.mark.parametrize("prefix", ["visual.", "model.visual.", "vision_tower.", "model.vision_tower.", ""])
+def test_qwen_under_every_prefix(checkpoints, prefix, tmp_path):
+    """As released, as transformers 5 saves, as MLX names it (its kernels channels-last), and alone."""
+    source = checkpoints("qwen3_vl")
+    whole = Encoder.from_pretrained(source, dtype="float32").model.state_dict()
+    tensors = {prefix + name.removeprefix("visual."): value.clone() for name, value in whole.items()}
+    how = {"format": "pt"}
+    if prefix == "vision_tower.":
+        kernel = f"{prefix}patch_embed.proj.weight"
+        tensors[kernel] = tensors[kernel].permute(0, 2, 3, 4, 1).contiguous()
+        how = {"format": "mlx"}
+    for file in ("config.json", "preprocessor_config.json"):
+        shutil.copy(source / file, tmp_path / file)
+    save_file(tensors, tmp_path / "model.safetensors", metadata=how)
+    found = Encoder.from_pretrained(tmp_path, dtype="float32").model.state_dict()
+    assert found.keys() == whole.keys()
+    for name, value in whole.items():
+        assert torch.equal(found[name], value), name

@@ -1,5 +1,6 @@
 """Fetching from a hub on loopback: only the vision bytes move, and nothing wrong ever loads."""
 
+import json
 import os
 import random
 import signal
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from big_checkpoint import make_big_checkpoint
 from conftest import IMAGES, TINY
 from hub_server import COMMIT, Faults, HubServer
+from moonvit.cli import group
 from moonvit.encoder import Encoder
 from moonvit.errors import ConfigError, WeightsError
 from moonvit.synthetic import make_checkpoint
@@ -524,3 +527,18 @@ def test_mlx_checkpoint_from_a_hub(hub, place):
         "mlx/model.safetensors": TINY / LAST,
     }
     assert torch.equal(LocalCheckpoint(find_checkpoint(REPO)).read(patch), tensors[patch])
+
+
+def test_nested_rules_come_along(hub, place):
+    """`processor_config.json` in place of `preprocessor_config.json`, by fetch and by count."""
+    nested = place / "processor_config.json"
+    rules = json.loads(FILES["preprocessor_config.json"].read_text())
+    nested.write_text(json.dumps({"image_processor": rules, "video_processor": {"fps": 2}}))
+    kept = {name: path for name, path in FILES.items() if name != "preprocessor_config.json"}
+    hub.repos[REPO] = kept | {nested.name: nested}
+    done = CliRunner().invoke(group, ["count", str(IMAGES / "rgb_29x28.png"), "--model", REPO])
+    assert done.exit_code == 0, done.output
+    assert not hub.sent(".safetensors")
+    found = LocalCheckpoint(find_checkpoint(REPO))
+    assert found.preprocessor == rules
+    assert found.video_rules.values == {"fps": 2}

@@ -5,13 +5,15 @@ import math
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from moonvit.ops.attention import segment_attention
 from moonvit.ops.grid import as_grids, lengths, raster_positions
 from moonvit.ops.merging import merge_cells
-from moonvit.ops.patchify import normalized_patches
+from moonvit.ops.patchify import normalized, raster_patches
 from moonvit.ops.positions import grid_positions, resample_table, time_table
 from moonvit.ops.rotary import rope_angles, rope_table, rotate_pairs
+from moonvit.pixels.base import strips
 
 
 def unit(index: int, d: int = 8) -> torch.Tensor:
@@ -132,15 +134,28 @@ def test_attention_is_per_segment(lengths):
 
 
 def test_patches_of_numbered_pixels():
-    """2x2 patches of a 4x6 picture whose red is 10*row + column; the padding is black."""
+    """2x2 patches of a 4x5 picture whose red is 10*row + column; what lies beside it is black."""
     picture = np.zeros((4, 5, 3), np.uint8)
     picture[:, :, 0] = 10 * np.arange(4)[:, None] + np.arange(5)
-    out = np.empty((6, 3, 2, 2), np.float32)
-    normalized_patches(picture, (2, 3), 2, (0.0,) * 3, (1 / 255,) * 3, out)
+    bands = list(strips(Image.fromarray(picture), 2, 3, 6))
+    assert [band.shape for band in bands] == [(2, 3, 6)] * 3
+    out = np.concatenate([raster_patches(normalized(b, (0.0,) * 3, (1 / 255,) * 3), 2) for b in bands])
     red = out[:, 0].round().astype(int).tolist()
     assert red[:3] == [[[0, 1], [10, 11]], [[2, 3], [12, 13]], [[4, 0], [14, 0]]]
     assert red[3] == [[20, 21], [30, 31]]
+    assert not out[6:].any()
     assert not out[:, 1:].any()
+
+
+def test_levels_are_normalised_in_float32():
+    """Every level by hand: divided, less the mean, divided, each step rounded to float32."""
+    strip = np.arange(256, dtype=np.uint8)[None, None].repeat(3, axis=1)
+    found = normalized(strip, (0.5, 0.4, 0.3), (0.5, 0.25, 0.3))
+    for channel, (mean, std) in enumerate([(0.5, 0.5), (0.4, 0.25), (0.3, 0.3)]):
+        expected = [
+            (np.float32(x) / np.float32(255) - np.float32(mean)) / np.float32(std) for x in range(256)
+        ]
+        assert found[0, channel].tolist() == expected
 
 
 @pytest.mark.parametrize(

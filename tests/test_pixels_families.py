@@ -4,8 +4,10 @@ transformers' processors for the Kimi models need torchvision, which does not go
 the written rules, in plain Pillow below, are the reference.
 """
 
+import ast
 import math
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,6 +162,13 @@ def test_kimi_vl_refuses_long_pictures():
         ours.plan_size(7168, 28)
 
 
+def test_kimi_vl_counts_whole_patches():
+    """A picture narrower than a patch has none, and so is never scaled down."""
+    ours = KimiVLProcessor(kimi_vl_pixels({**helpers.KIMI_VL_PIXELS, "in_token_limit": 300}))
+    assert ours.plan_size(13, 5600).grid == (1, 400, 2)
+    assert ours.plan_size(14, 5600).grid[1] < 400
+
+
 def test_kimi_vl_without_padding_is_refused():
     with pytest.raises(ConfigError, match="pad_input"):
         kimi_vl_pixels({**helpers.KIMI_VL_PIXELS, "pad_input": False})
@@ -199,3 +208,46 @@ def test_qwen_rules_that_cannot_be(change, message):
     rules = {key: value for key, value in rules.items() if value is not None}
     with pytest.raises(ConfigError, match=message):
         qwen_pixels(rules)
+
+
+def sizes(count: int) -> list[tuple[int, int]]:
+    """Random sizes from a pixel to far beyond every budget, wide and tall."""
+    chance = random.Random(12)
+    return [(int(2 ** chance.uniform(0, 14)), int(2 ** chance.uniform(0, 14))) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("patch", "low", "high"), [(14, 3136, 12845056), (16, 65536, 16777216)])
+def test_qwen_counts_as_transformers(patch, low, high):
+    """At the released limits of Qwen2-VL and Qwen3-VL."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    rules = {**QWEN["qwen2_vl"], "patch_size": patch, "min_pixels": low, "max_pixels": high}
+    theirs, ours = Qwen2VLImageProcessorPil(**rules), QwenProcessor(qwen_pixels(rules))
+    compared = 0
+    for width, height in sizes(500):
+        if max(width, height) / min(width, height) <= 200:
+            expected = theirs.get_number_of_image_patches(height, width)
+            assert ours.plan_size(width, height).patches == expected, (width, height)
+            assert ours.plan_size(width, height).tokens == expected // 4
+            compared += 1
+    assert compared > 300
+
+
+@pytest.mark.parametrize(("limit", "side"), [(16384, 512), (4096, 512), (65536, 512), (1000, 40)])
+def test_kimi_counts_as_transformers(limit, side):
+    """`navit_resize`, taken from the source of transformers' `kimi_k25`, whose class needs torchvision."""
+    import transformers
+
+    path = Path(transformers.__file__).parent / "models/kimi_k25/image_processing_kimi_k25.py"
+    wanted = [n for n in ast.parse(path.read_text()).body if getattr(n, "name", "") == "navit_resize"]
+    space = {"math": math}
+    exec(compile(ast.Module(wanted, []), str(path), "exec"), space)
+    media = {**helpers.K25_MEDIA, "in_patch_limit": limit, "patch_limit_on_one_side": side}
+    ours = KimiProcessor(kimi_pixels({"media_proc_cfg": media}))
+    for width, height in sizes(400):
+        (new_height, new_width), (full_height, full_width) = space["navit_resize"](
+            height, width, 14, 2, limit, side
+        )
+        plan = ours.plan_size(width, height)
+        assert (plan.new_width, plan.new_height) == (new_width, new_height)
+        assert plan.grid == (1, full_height // 14, full_width // 14)

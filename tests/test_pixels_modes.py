@@ -7,7 +7,7 @@ from PIL import Image
 
 from conftest import pixel_config
 from moonvit.errors import ImageError
-from moonvit.pixels.kimi import KimiProcessor, opaque_pixels
+from moonvit.pixels.kimi import KimiProcessor, opaque_picture
 from moonvit.pixels.plan import plan_image
 from moonvit.presets import preprocessor_config
 
@@ -16,7 +16,7 @@ FULL = KimiProcessor(pixel_config())
 
 def pixels(image: Image.Image, **media) -> np.ndarray:
     config = pixel_config(**media)
-    return opaque_pixels(image, plan_image(*image.size, config), config)
+    return np.asarray(opaque_picture(image, plan_image(*image.size, config), config))
 
 
 def test_clear_picture_shows_the_chessboard():
@@ -60,7 +60,7 @@ def test_palette_is_resized_by_nearest_neighbour():
     image.putdata([(x + y) % 2 for y in range(100) for x in range(100)])
     config = pixel_config(in_patch_limit=12)
     plan = plan_image(100, 100, config)
-    found = opaque_pixels(image, plan, config)
+    found = np.asarray(opaque_picture(image, plan, config))
     assert plan.new_width < 100
     assert set(np.unique(found)) <= {0, 255}
 
@@ -181,7 +181,9 @@ def test_chessboard_runs_through_tall_pictures():
         transparent_bg_config=preprocessor_config()["media_proc_cfg"]["transparent_bg_config"]
         | {"chessboard_square_size": 7}
     )
-    found = opaque_pixels(Image.new("RGBA", (28, 700)), plan_image(28, 700, config), config)[:, 0, 0]
+    found = np.asarray(opaque_picture(Image.new("RGBA", (28, 700)), plan_image(28, 700, config), config))[
+        :, 0, 0
+    ]
     expected = np.where(np.arange(700) // 7 % 2 == 0, board.white, board.gray)
     assert np.array_equal(found, expected)
 

@@ -4,11 +4,13 @@ import json
 
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image as Pictures
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hub_server import HubServer
+from moonvit.cli import group
 from moonvit.encoder import Encoder
 from moonvit.errors import ConfigError, ImageError, MoonvitError, PromptError, TokenizerError, WeightsError
 from moonvit.payloads import write_plain
@@ -198,6 +200,17 @@ def test_no_tokenizer(copy):
     (copy / "tiktoken.model").unlink()
     with pytest.raises(TokenizerError, match="no tiktoken.model and no tokenizer.json"):
         raise refused(copy)
+
+
+def test_a_mmproj_file_has_no_prompts(k3_text, tmp_path, monkeypatch):
+    path = tmp_path / "k3.gguf"
+    done = CliRunner().invoke(group, ["export", str(k3_text), "-o", str(path), "--experimental"])
+    assert done.exit_code == 0, done.output
+    monkeypatch.setattr(Encoder, "from_pretrained", None)
+    with pytest.raises(TokenizerError, match="no tiktoken.model and no tokenizer.json"):
+        raise run(path, "Hi", PHOTO, "-o", tmp_path / "out").exception
+    with pytest.raises(WeightsError, match="a mmproj file holds no tokenizer"):
+        PromptFormat.open(path)
 
 
 def test_a_clash_of_ids(copy):

@@ -1,10 +1,11 @@
 """Clips: which frames, which sizes, which embeddings; files with PyAV, made here."""
 
-import json
 import math
-import shutil
 import struct
 import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,14 +17,13 @@ from safetensors.torch import load_file
 import parity_helpers as helpers
 from conftest import TINY
 from moonvit.cli import group
+from moonvit.clips import video_chunks
 from moonvit.config import PixelConfig
 from moonvit.encoder import Encoder
 from moonvit.errors import ConfigError, ImageError, MoonvitError
 from moonvit.pixels.clips import (
     K25_CLIP,
     kimi_samples,
-    qwen2_samples,
-    qwen3_samples,
     smart_resize_clip,
     timestamp_text,
 )
@@ -79,19 +79,6 @@ def encoders(tmp_path_factory):
 def test_kimi_samples(count, fps, expected):
     """By hand: round(count·min(2, fps)/fps) frames, evenly from the first to the last."""
     assert kimi_samples(count, fps, 2.0) == expected
-
-
-def test_qwen_samples_are_the_references():
-    """The formulas of transformers' processors, in torch; the classes themselves need torchvision."""
-    for count in range(2, 1700, 7):
-        for fps in (5.0, 23.976, 30.0):
-            most = math.floor(min(768, count) / 2) * 2
-            taken = math.floor(min(max(count / fps * 2, 4), most, count) / 2) * 2
-            # The reference may ask for a frame behind the last one; ours takes the last.
-            expected = torch.arange(0, count, count / taken).int().clamp(max=count - 1)
-            assert qwen2_samples(count, fps, 2.0, 2) == expected.tolist()
-            taken = min(max(int(count / fps * 2), 4), 768, count)
-            assert qwen3_samples(count, fps, 2.0) == np.linspace(0, count - 1, taken).round().tolist()
 
 
 @pytest.mark.parametrize(
@@ -160,7 +147,10 @@ def test_qwen_in_one_pass_or_by_chunks(encoders, name, tmp_path):
     for layer, rows in enumerate(expected.deepstack):
         mine = torch.cat([chunk.deepstack[layer] for chunk in chunks])
         assert helpers.relative_error(mine, rows[0]) < 1e-6
-    assert chunks[0].timestamp.startswith("<0.")
+    for chunk in chunks:  # the middle of its frames
+        assert chunk.seconds == sum(chunk.frames) / len(chunk.frames) / 2
+        assert chunk.timestamp == f"<{chunk.seconds:.1f} seconds>"
+    assert chunks[0].seconds > 0
 
 
 def test_qwen3_limits_bound_all_frames_together(encoders):
@@ -169,22 +159,6 @@ def test_qwen3_limits_bound_all_frames_together(encoders):
         width, height = smart_resize_clip(frames, 1920, 1080, config)
         assert frames * width * height <= config.max_pixels
     assert smart_resize_clip(40, 1920, 1080, config) < smart_resize_clip(4, 1920, 1080, config)
-
-
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
-def test_limits_of_videos_are_the_checkpoints(encoders, name, tmp_path):
-    """Without `video_preprocessor_config.json` frames are enlarged to 128 tokens' worth of pixels."""
-    frames = [Image.effect_noise((60, 60), 60) for _ in range(4)]
-    first = next(encoders(name).encode_video(frames, fps=2))
-    cell = encoders(name).processor.config.cell
-    pixels = first.grid[1] * first.grid[2] * (cell // 2) ** 2
-    assert pixels * (4 if name == "qwen3_vl" else 1) >= 128 * cell**2
-    directory = tmp_path / "limited"
-    shutil.copytree(encoders(name).checkpoint.directory, directory)
-    rules = {"size": {"shortest_edge": 4 * cell**2, "longest_edge": 10**6}}
-    (directory / "video_preprocessor_config.json").write_text(json.dumps(rules))
-    limited = next(Encoder.from_pretrained(directory, dtype="float32").encode_video(frames, fps=2))
-    assert limited.grid == (1, 4, 4)
 
 
 def test_k3_only_when_asked(tmp_path):
@@ -266,3 +240,49 @@ def test_the_encode_verb(encoders, tmp_path):
     stored = load_file(output)
     assert stored["grid_thws"].tolist() == [[4, 6, 8], [2, 6, 8]]
     assert stored["embeddings/1"].shape == (12, 40)
+
+
+def opened(path):
+    """How many file handles of this process lead to that file."""
+    handles = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum(link.exists() and link.resolve() == path.resolve() for link in handles)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_a_video_left_early_is_closed(encoders, tmp_path):
+    path = make_video(tmp_path / "clip.mp4", count=24)
+    chunks = encoders("kimi_k25").encode_video(path)
+    next(chunks)
+    assert opened(path) == 1
+    chunks.close()
+    assert opened(path) == 0
+
+
+def test_one_chunk_is_held_at_a_time(encoders):
+    """Frames are asked for as their chunk is, and no more are alive than a chunk has."""
+    alive, most = [], 0
+
+    class Frames(list):
+        def __getitem__(self, number):
+            nonlocal most
+            picture = Image.new("RGB", (30, 30), (number, 0, 0))
+            alive.append(weakref.ref(picture))
+            most = max(most, sum(frame() is not None for frame in alive))
+            return picture
+
+    video = open_video([Image.new("RGB", (30, 30))], fps=2)
+    encoder = encoders("kimi_k25")
+    chunks = video_chunks(encoder, replace(video, count=40, source=Frames()))
+    assert len(list(chunks)) == 10
+    assert most <= 8
+
+
+def test_an_animation_that_is_not_decoded_says_how(encoders, tmp_path):
+    frames = [Image.new("RGB", (60, 40), (n * 20,) * 3) for n in range(3)]
+    frames[0].save(tmp_path / "a.webp", save_all=True, append_images=frames[1:], duration=100, lossless=True)
+    try:
+        chunks = list(encoders("kimi_k25").encode_video(tmp_path / "a.webp"))
+    except ImageError as error:
+        assert "give its frames as a list" in str(error)
+    else:  # a decoder that knows them
+        assert chunks

@@ -1,7 +1,7 @@
 """Videos in, embeddings with timestamps out, one chunk at a time."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -9,26 +9,26 @@ from PIL import Image
 from torch import Tensor
 
 from moonvit.config import ClipRules
-from moonvit.configs.qwen import QwenPixels, video_limits
+from moonvit.configs.kimi import kimi_clip
+from moonvit.configs.qwen import QwenVideo, qwen_video
 from moonvit.errors import MoonvitError
-from moonvit.fields import read_json
-from moonvit.pixels.base import Prepared
+from moonvit.fields import Fields
+from moonvit.pixels.base import PictureProcessor, Prepared
 from moonvit.pixels.clips import (
     K25_CLIP,
     kimi_samples,
+    qwen2_frame_size,
     qwen2_samples,
+    qwen3_frame_size,
     qwen3_samples,
-    smart_resize_clip,
     timestamp_text,
 )
 from moonvit.pixels.kimi import KimiProcessor
-from moonvit.pixels.qwen import QwenProcessor, smart_resize
+from moonvit.pixels.qwen import QwenProcessor, plan_qwen
 from moonvit.pixels.video import Video
 
 if TYPE_CHECKING:
     from moonvit.encoder import Encoder
-
-QWEN_FPS = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,28 +59,38 @@ class VideoChunk:
         return f"{self.timestamp}<|media_begin|>video<|media_content|><|media_pad|><|media_end|>"
 
 
-def video_chunks(encoder: "Encoder", video: Video, experimental: bool = False) -> Iterator[VideoChunk]:
+def video_chunks(
+    encoder: "Encoder", video: Video, experimental: bool = False, max_tokens: int | None = None
+) -> Iterator[VideoChunk]:
     """The chunks of a video in order; only one is held at a time. See `Encoder.encode_video`."""
     processor = encoder.processor
+    rules = encoder.checkpoint.video_rules if encoder.checkpoint is not None else None
     if isinstance(processor, QwenProcessor):
-        return _qwen_chunks(encoder, processor, _video_rules(encoder, processor), video)
+        newest = encoder.family == "qwen3_vl"
+        return _qwen_chunks(
+            encoder, processor, qwen_video(rules, processor.config, newest), video, max_tokens
+        )
     assert isinstance(processor, KimiProcessor)
-    return _kimi_chunks(encoder, processor, _kimi_rules(encoder.family, processor, experimental), video)
+    clip = _kimi_rules(encoder.family, processor, rules, experimental)
+    return _kimi_chunks(encoder, processor, clip, video, max_tokens)
 
 
 def _kimi_chunks(
-    encoder: "Encoder", processor: KimiProcessor, rules: ClipRules, video: Video
+    encoder: "Encoder", processor: KimiProcessor, rules: ClipRules, video: Video, max_tokens: int | None
 ) -> Iterator[VideoChunk]:
     numbers = kimi_samples(video.count, video.fps, rules.sample_fps)
     for taken, frames in _grouped(video, numbers, rules.frames):
-        prepared = processor.clip(frames, rules)
+        prepared = processor.clip(frames, rules, max_tokens)
         seconds = taken[0] / video.fps
-        yield _chunk(encoder, prepared, taken, seconds, timestamp_text(seconds, rules.timestamp_mode))
+        text = timestamp_text(seconds, rules.timestamp_mode)
+        yield _chunk(encoder, processor, prepared, taken, seconds, text)
 
 
-def _kimi_rules(family: str, processor: KimiProcessor, experimental: bool) -> ClipRules:
+def _kimi_rules(family: str, processor: KimiProcessor, rules: Fields | None, experimental: bool) -> ClipRules:
     check_videos(family, experimental)
-    return processor.config.clip or K25_CLIP
+    if processor.config.clip is not None:
+        return processor.config.clip
+    return kimi_clip(rules) if rules is not None and family == "kimi_k25" else K25_CLIP
 
 
 def check_videos(family: str, experimental: bool = False) -> None:
@@ -94,35 +104,31 @@ def check_videos(family: str, experimental: bool = False) -> None:
         )
 
 
-def _video_rules(encoder: "Encoder", processor: QwenProcessor) -> QwenPixels:
-    """Limits of videos: the checkpoint's `video_preprocessor_config.json`, else transformers' own."""
-    cell = processor.config.cell**2
-    low, high = 128 * cell, 768 * cell
-    if encoder.checkpoint is not None:
-        path = encoder.checkpoint.directory / "video_preprocessor_config.json"
-        if path.is_file():
-            low, high = video_limits(read_json(path), str(path))
-    return replace(processor.config, min_pixels=low, max_pixels=high)
-
-
 def _qwen_chunks(
-    encoder: "Encoder", processor: QwenProcessor, rules: QwenPixels, video: Video
+    encoder: "Encoder", processor: QwenProcessor, rules: QwenVideo, video: Video, max_tokens: int | None
 ) -> Iterator[VideoChunk]:
     """Whole patches of frames; attention does not reach further, so each is its own chunk."""
-    temporal = processor.config.temporal_patch_size
     newest = encoder.family == "qwen3_vl"
-    if newest:
-        numbers = qwen3_samples(video.count, video.fps, QWEN_FPS)
-    else:
-        numbers = qwen2_samples(video.count, video.fps, QWEN_FPS, temporal)
+    numbers = (qwen3_samples if newest else qwen2_samples)(video.count, video.fps, rules)
+    cutter = QwenProcessor(rules.pixels, processor.limits)
     size: tuple[int, int] | None = None
-    for taken, frames in _grouped(video, numbers, temporal):
-        if size is None and newest:
-            size = smart_resize_clip(len(numbers), *frames[0].size, rules)
-        elif size is None:
-            size = smart_resize(*frames[0].size, rules)
+    for taken, frames in _grouped(video, numbers, rules.pixels.temporal_patch_size):
+        if size is None:
+            sized = qwen3_frame_size if newest else qwen2_frame_size
+            size = _within(sized(len(numbers), *frames[0].size, rules), frames[0].size, rules, max_tokens)
         seconds = (taken[0] + taken[-1]) / 2 / video.fps
-        yield _chunk(encoder, processor.clip(frames, size), taken, seconds, f"<{seconds:.1f} seconds>")
+        prepared = cutter.clip(frames, size)
+        yield _chunk(encoder, cutter, prepared, taken, seconds, f"<{seconds:.1f} seconds>")
+
+
+def _within(
+    size: tuple[int, int], frame: tuple[int, int], rules: QwenVideo, max_tokens: int | None
+) -> tuple[int, int]:
+    """The size of a frame, or the largest that gives a chunk at most `max_tokens` tokens."""
+    if max_tokens is None or size[0] * size[1] <= max_tokens * rules.pixels.cell**2:
+        return size
+    plan = plan_qwen(*frame, rules.pixels, max_tokens)
+    return plan.new_width, plan.new_height
 
 
 def _grouped(
@@ -135,9 +141,14 @@ def _grouped(
 
 
 def _chunk(
-    encoder: "Encoder", prepared: Prepared, taken: tuple[int, ...], seconds: float, text: str
+    encoder: "Encoder",
+    cutter: PictureProcessor,
+    prepared: Prepared,
+    taken: tuple[int, ...],
+    seconds: float,
+    text: str,
 ) -> VideoChunk:
-    features = encoder.features(encoder.processor.pack([prepared]))
+    features = encoder.features(cutter.pack([prepared]))
     plan = prepared.plan
     return VideoChunk(
         embeddings=features.embeddings[0],

@@ -248,6 +248,9 @@ def _background(media: Fields) -> Chessboard | None:
 
 
 def _clip(media: Fields) -> ClipRules:
+    for name in ("max_num_frames_each_video", "fixed_output_tokens_each_frame"):
+        if media.values.get(name) is not None:
+            media.choice(name, None)
     limits = {"in_patch_limit_each_frame": None, "in_patch_limit_video": None} | dict(media.values)
     each, whole = limits["in_patch_limit_each_frame"], limits["in_patch_limit_video"]
     return ClipRules(
@@ -268,5 +271,5 @@ def check_agreement(vision: TowerConfig, pixels: PatchRules, where: str) -> None
         if ours != theirs:
             field = {"merge_size": "merge_kernel_size"}.get(name, name)
             raise ConfigError(
-                f"{where}: preprocessor_config.json has {field} {ours}, config.json has {theirs}"
+                f"{where}: the rules for pictures have {field} {ours}, config.json has {theirs}"
             )

@@ -1,7 +1,7 @@
 """Pictures in, the text model's embeddings out."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, Self
 
@@ -11,18 +11,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from moonvit.backends import choose, set_backend
 from moonvit.clips import VideoChunk, video_chunks
 from moonvit.config import TowerConfig
 from moonvit.errors import MoonvitError
 from moonvit.families import family_of
-from moonvit.pixels.base import PictureProcessor, PixelBatch, Prepared
+from moonvit.pixels.base import PictureProcessor, PixelBatch
 from moonvit.pixels.decode import Exif, Layout, Limits
 from moonvit.pixels.video import open_video
 from moonvit.progress import progress_bar
+from moonvit.schedule import batches
 from moonvit.towers.base import Features, Tap, VisionModel, check_finite, no_tap
-from moonvit.weights.checkpoint import LocalCheckpoint
+from moonvit.weights.index import Checkpoint
 from moonvit.weights.load import fingerprint, load_weights, tower_only
-from moonvit.weights.source import Reporter, find_checkpoint
+from moonvit.weights.source import Reporter, find_checkpoint, local_checkpoint
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -31,9 +33,6 @@ DTYPES = {
     "float64": torch.float64,
 }
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
-
-PATCHES_AT_ONCE = 16384
-"""Patches of a packed batch, unless one picture alone has more; bounds the memory of `encode`."""
 
 
 class Encoder:
@@ -44,15 +43,17 @@ class Encoder:
         processor: pictures to `PixelBatch`.
         config: geometry, with the norm epsilon in use (`config.norm_eps`).
         checkpoint: where the weights came from, or None.
+        backend: how it is run, "eager", "compiled" or "native"; see `optimize`.
         tap: receives every stage of `embed` by name; see `moonvit.trace.record`.
     """
 
     def __init__(
-        self, model: VisionModel, processor: PictureProcessor, checkpoint: LocalCheckpoint | None = None
+        self, model: VisionModel, processor: PictureProcessor, checkpoint: Checkpoint | None = None
     ) -> None:
         self.model = model
         self.processor = processor
         self.checkpoint = checkpoint
+        self.backend = "eager"
         self.tap: Tap = no_tap
 
     @classmethod
@@ -63,6 +64,7 @@ class Encoder:
         dtype: str | torch.dtype = "bfloat16",
         device: str | torch.device = "cpu",
         norm_eps: float | None = None,
+        backend: str = "auto",
         revision: str | None = None,
         token: str | bool | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -73,12 +75,14 @@ class Encoder:
         """Load the vision half of a checkpoint; nothing else in it is read or fetched.
 
         Args:
-            path_or_repo: the directory of a checkpoint, or a repository as "org/name".
+            path_or_repo: the directory of a checkpoint, a mmproj-*.gguf file of llama.cpp, or a repository
+                as "org/name".
             dtype: of the weights and activations: bfloat16, float16, float32 or float64. Weights stored in
                 that type are memory-mapped; others are converted.
             device: where the model runs.
             norm_eps: epsilon of the tower's norms, which no checkpoint stores; None is the family's: for K3
                 2^-23, float32's own.
+            backend: "auto", "eager", "compiled" or "native"; see `optimize`.
             revision: branch, tag or commit of the repository.
             token: for the hub: a string, True for the saved one, False for none.
             cache_dir: where fetched checkpoints are kept; MOONVIT_CACHE, or `moonvit` in HF_HOME.
@@ -99,14 +103,33 @@ class Encoder:
             local_files_only=local_files_only,
             report=report,
         )
-        checkpoint = LocalCheckpoint(directory)
+        checkpoint = local_checkpoint(directory)
         family = family_of(checkpoint.config, str(directory / "config.json"))
         config, pixels = family.read(checkpoint)
         if norm_eps is not None:
             config = config.with_norm_eps(norm_eps)
         model = family.empty_model(config, projector=not tower_only(checkpoint))
         load_weights(model, checkpoint, dtype)
-        return cls(model.to(device).eval(), family.processor(pixels, limits), checkpoint)
+        encoder = cls(model.to(device).eval(), family.processor(pixels, limits), checkpoint)
+        return encoder.optimize(backend)
+
+    def optimize(self, backend: str = "auto") -> Self:
+        """Run the model as fast as this machine can, or as asked.
+
+        Weights, names and gradients stay as they are: a pass that records stages or needs gradients runs in
+        plain PyTorch whatever the backend.
+
+        Args:
+            backend: "eager" is plain PyTorch. "native" uses kernels in C++ (bfloat16 and float32, on a CPU
+                with AVX-512 bfloat16 products), compiled once into the cache. "compiled" has PyTorch compile
+                the blocks at the first pass. "auto" is native where it can run, else eager.
+
+        Returns:
+            The encoder itself. What cannot run here is replaced by "eager" and logged; `backend` tells.
+        """
+        self.backend = choose(backend, self.device, self.dtype)
+        set_backend(self.model, self.backend)
+        return self
 
     @property
     def family(self) -> str:
@@ -174,8 +197,8 @@ class Encoder:
         bar = progress_bar(len(sources), "picture", show_progress_bar)
         results: list[Any] = []
         with bar:
-            for group in grouped(prepared, batch_size):
-                for embedding in self.embed(self.processor.pack(group)):
+            for group, batch in batches(self.processor, prepared, batch_size):
+                for embedding in self.embed(batch):
                     embedding = unit_length(embedding) if normalize_embeddings else embedding
                     results.append(
                         as_numpy(embedding) if convert_to_numpy and not convert_to_tensor else embedding
@@ -201,16 +224,18 @@ class Encoder:
         fps: float | None = None,
         exif: Exif = "apply",
         layout: Layout | None = None,
+        max_tokens: int | None = None,
         experimental: bool = False,
     ) -> Iterator[VideoChunk]:
         """The chunks of a video, each with its embeddings and timestamp, as they are computed.
 
         Args:
-            video: the path of a file (needs the extra `video`), or a list of frames, which may be
-                anything that `encode` takes.
+            video: the path of a file (needs the extra `video`), or the frames: a list of anything that
+                `encode` takes, or one array of four dimensions.
             fps: frames a second of a list of frames.
             exif: "apply" or "ignore" the orientation of the video or its frames.
             layout: of frames that are arrays of three dimensions.
+            max_tokens: for each chunk, lowers the checkpoint's budget.
             experimental: K3's own processor takes pictures only; True cuts clips as K2.5 does.
 
         Raises:
@@ -218,7 +243,7 @@ class Encoder:
             MoonvitError: for a family without videos, and where PyAV is not installed.
         """
         opened = open_video(video, fps=fps, limits=self.processor.limits, exif=exif, layout=layout)
-        return video_chunks(self, opened, experimental)
+        return video_chunks(self, opened, experimental, max_tokens)
 
     def count_tokens(
         self, image: Any, *, max_tokens: int | None = None, exif: Exif = "apply", layout: Layout | None = None
@@ -255,19 +280,3 @@ def unit_length(embedding: Tensor) -> Tensor:
 def as_numpy(embedding: Tensor) -> NDArray[np.float32]:
     """Float32 numpy, from any device and dtype."""
     return np.asarray(embedding.float().cpu().numpy())
-
-
-def grouped(prepared: Iterable[Prepared], batch_size: int) -> Iterator[Sequence[Prepared]]:
-    """Consecutive pictures, at most batch_size and, more than one, at most PATCHES_AT_ONCE patches."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}, expected at least 1")
-    group: list[Prepared] = []
-    patches = 0
-    for picture in prepared:
-        if group and (len(group) == batch_size or patches + picture.plan.patches > PATCHES_AT_ONCE):
-            yield group
-            group, patches = [], 0
-        group.append(picture)
-        patches += picture.plan.patches
-    if group:
-        yield group

@@ -36,7 +36,7 @@ class Source(Protocol):
     @property
     def config(self) -> Mapping[str, Any]: ...
     @property
-    def preprocessor(self) -> Mapping[str, Any]: ...
+    def picture_rules(self) -> Fields: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,9 @@ class Family:
 
     Attributes:
         name: the family, which is its `model_type`.
-        architectures: names in a checkpoint's `architectures`, for one without a known `model_type`.
-        vision, pixels: parse `config.json` and `preprocessor_config.json`.
+        others: further values of `model_type` that have this tower, such as mixture-of-experts variants.
+        architectures: names in a checkpoint's `architectures`, for one without a `model_type`.
+        vision, pixels: parse `config.json` and the rules for pictures.
         model: the tower with its projector, from the parsed config and whether there is a projector.
         processor: pictures to pixels, from the parsed rules and limits.
         names: how tensors are named.
@@ -59,11 +60,12 @@ class Family:
     model: Callable[[Any, bool], VisionModel]
     processor: Callable[[Any, Limits | None], PictureProcessor]
     names: names.NameMap
+    others: tuple[str, ...] = ()
 
     def read(self, source: Source) -> tuple[TowerConfig, PatchRules]:
         """Geometry and pixel rules of a checkpoint, checked against each other."""
         config = self.vision(source.config, str(Path(source.where) / "config.json"))
-        pixels = self.pixels(source.preprocessor, str(Path(source.where) / "preprocessor_config.json"))
+        pixels = self.pixels(source.picture_rules.values, source.picture_rules.where)
         check_agreement(config, pixels, source.where)
         return config, pixels
 
@@ -125,7 +127,13 @@ FAMILIES = (
     ),
     Family(
         name="qwen3_vl",
-        architectures=("Qwen3VLForConditionalGeneration",),
+        others=("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        architectures=(
+            "Qwen3VLForConditionalGeneration",
+            "Qwen3VLMoeForConditionalGeneration",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForConditionalGeneration",
+        ),
         vision=qwen.qwen3_vl,
         pixels=qwen.qwen_pixels,
         model=Qwen3VLVision,
@@ -143,7 +151,7 @@ def family_of(config: Mapping[str, Any], where: str = "config.json") -> Family:
     top = Fields(config, where)
     model_type = top.values.get("model_type")
     for family in FAMILIES:
-        if family.name == model_type:
+        if model_type in (family.name, *family.others):
             return family
     named = top.values.get("architectures") if model_type is None else None
     for family in FAMILIES:
@@ -151,5 +159,5 @@ def family_of(config: Mapping[str, Any], where: str = "config.json") -> Family:
             return family
     if model_type is None:
         top.raw("model_type")
-    known = " or ".join(f'"{family.name}"' for family in FAMILIES)
+    known = " or ".join(f'"{name}"' for family in FAMILIES for name in (family.name, *family.others))
     raise ConfigError(f"{where}: field 'model_type' is {shown(model_type)}, expected {known}")

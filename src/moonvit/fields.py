@@ -59,7 +59,7 @@ class Fields:
             self._refuse(name, value, "true or false")
         return bool(value)
 
-    def choice(self, name: str, *allowed: str | bool | None) -> Any:
+    def choice(self, name: str, *allowed: str | float | bool | None) -> Any:
         value = self.raw(name)
         if value not in allowed:
             self._refuse(name, value, " or ".join(json.dumps(a) for a in allowed))

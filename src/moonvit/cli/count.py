@@ -8,6 +8,7 @@ import click
 from moonvit.cli import fail, one_line, options
 from moonvit.cli.sources import expand
 from moonvit.config import PixelConfig
+from moonvit.configs.files import picture_rules
 from moonvit.errors import ImageError
 from moonvit.families import FAMILIES, family_of
 from moonvit.fields import parse_json
@@ -21,7 +22,9 @@ from moonvit.weights.source import small_files
 
 @click.command("count")
 @click.argument("images", nargs=-1, required=True, metavar="IMG...")
-@click.option("--model", metavar="M", help="Checkpoint or repository. [default: K3's released limits]")
+@click.option(
+    "--model", metavar="M", help="Checkpoint, mmproj-*.gguf or repository. [default: K3's released limits]"
+)
 @options.revision
 @options.max_tokens
 @options.max_pixels
@@ -58,11 +61,10 @@ def _processor(model: str | None, revision: str | None, limits: Limits) -> Pictu
     """The processor of that checkpoint's family; of K3 where there is no `config.json` beside its rules."""
     if model is None:
         return KimiProcessor(PixelConfig.from_dict(preprocessor_config()), limits)
-    files = small_files(model, revision)
-    rules, geometry = files["preprocessor_config.json"], files.get("config.json")
-    family = family_of(parse_json(geometry, f"{model}/config.json")) if geometry is not None else FAMILIES[0]
-    where = f"{model}/preprocessor_config.json"
-    return family.processor(family.pixels(parse_json(rules, where), where), limits)
+    files = {name: parse_json(data, f"{model}/{name}") for name, data in small_files(model, revision).items()}
+    rules, geometry = picture_rules(files.get, model), files.get("config.json")
+    family = family_of(geometry, f"{model}/config.json") if geometry is not None else FAMILIES[0]
+    return family.processor(family.pixels(rules.values, rules.where), limits)
 
 
 def _report(plans: list[tuple[str, ImagePlan]], failures: list[dict[str, str]], kind: str) -> None:

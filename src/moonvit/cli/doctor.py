@@ -1,7 +1,6 @@
 """`moonvit doctor`."""
 
 import json
-import os
 import platform
 from typing import Any
 
@@ -16,7 +15,10 @@ from PIL import features
 
 from moonvit._version import __version__
 from moonvit.cli import options
-from moonvit.weights.source import cache_root
+from moonvit.native.build import is_built
+from moonvit.native.cpu import cpu_flags, lacking
+from moonvit.places import cache_root
+from moonvit.threads import usable_cores
 
 _CODECS = ("jpg", "jpg_2000", "webp", "avif", "libtiff", "zlib")
 
@@ -50,9 +52,10 @@ def examine() -> dict[str, dict[str, Any]]:
         "processor": {
             "machine": platform.machine(),
             "torch kernels": torch.backends.cpu.get_cpu_capability(),
-            "features": " ".join(_cpu_flags()) or "unknown",
+            "native kernels": _native(),
+            "features": " ".join(kernel_features()) or "unknown",
             "threads": torch.get_num_threads(),
-            "usable cores": _usable_cores(),
+            "usable cores": usable_cores(),
         },
         "devices": {
             "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
@@ -69,21 +72,17 @@ def examine() -> dict[str, dict[str, Any]]:
     }
 
 
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _cpu_flags() -> list[str]:
+def kernel_features() -> list[str]:
     """The matrix and vector features that decide which kernels run, where the system tells them."""
     wanted = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
-    try:
-        with open("/proc/cpuinfo") as file:  # noqa: PTH123
-            flags = next((line.split(":")[1].split() for line in file if line.startswith("flags")), [])
-    except OSError:
-        return []
-    return [flag for flag in wanted if flag in flags]
+    return [flag for flag in wanted if flag in cpu_flags()]
+
+
+def _native() -> str:
+    """Whether native kernels run here; nothing is compiled for the answer."""
+    return lacking() or (
+        "built" if is_built() else "not built yet: the first use or moonvit build-native does"
+    )
 
 
 def _codec(name: str) -> str:

@@ -15,11 +15,12 @@ from moonvit._version import __version__
 from moonvit.cli import fail, one_line, options
 from moonvit.cli.progress import bar, fetch_bar
 from moonvit.cli.sources import expand
-from moonvit.encoder import Encoder, grouped
+from moonvit.encoder import Encoder
 from moonvit.errors import ImageError, NumericsError
-from moonvit.pixels.base import Prepared
-from moonvit.pixels.decode import Exif, Limits, describe
+from moonvit.pixels.base import PixelBatch, Prepared
+from moonvit.pixels.decode import Limits, describe
 from moonvit.pixels.video import SUFFIXES as VIDEO_SUFFIXES
+from moonvit.schedule import batches
 from moonvit.towers.base import Features
 from moonvit.weights.writer import SafetensorsWriter
 
@@ -53,16 +54,16 @@ class Job:
             except (ImageError, MemoryError) as error:
                 self.failed(describe(source), error)
 
-    def encoded(self, group: Sequence[Prepared]) -> Iterator[tuple[Prepared, Features]]:
+    def encoded(self, group: Sequence[Prepared], batch: PixelBatch) -> Iterator[tuple[Prepared, Features]]:
         """Each picture with its features; one whose numbers overflow is reported and the rest done."""
         try:
-            features = self.encoder.features(self.encoder.processor.pack(group))
+            features = self.encoder.features(batch)
         except NumericsError as error:
             if len(group) == 1:
                 self.failed(group[0].name, error)
                 return
             for picture in group:
-                yield from self.encoded([picture])
+                yield from self.encoded([picture], self.encoder.processor.pack([picture]))
             return
         for place, picture in enumerate(group):
             deepstack = [[rows[place]] for rows in features.deepstack]
@@ -84,6 +85,8 @@ class Job:
 @options.dtype
 @options.norm_eps
 @options.device
+@options.backend
+@options.threads
 @options.max_tokens
 @options.max_pixels
 @options.max_bytes
@@ -106,6 +109,8 @@ def command(
     dtype: str,
     norm_eps: float | None,
     device: str,
+    backend: str,
+    threads: int | None,
     max_tokens: int | None,
     max_pixels: int | None,
     max_bytes: int | None,
@@ -122,6 +127,7 @@ def command(
     rest is done; the exit code is then 1.
     """
     began = time.perf_counter()
+    options.use_threads(threads)
     limits = Limits(max_pixels=max_pixels or Limits.max_pixels, max_bytes=max_bytes or Limits.max_bytes)
     encoder = Encoder.from_pretrained(
         model,
@@ -129,6 +135,7 @@ def command(
         dtype=dtype,
         device=device,
         norm_eps=norm_eps,
+        backend=backend,
         limits=limits,
         report=fetch_bar,
     )
@@ -142,12 +149,12 @@ def command(
         raise click.UsageError(f"-o {output} is one of the pictures")
     if output is None:
         _run(job, sources, how, batch_size, store, kind, None)
-        _run_videos(job, videos, exif, experimental, store, None)
+        _run_videos(job, videos, how, experimental, store, None)
         encoded = time.perf_counter()
     else:
         with SafetensorsWriter(output, reserve=4096 + 256 * len(sources)) as writer:
             _run(job, sources, how, batch_size, store, kind, writer)
-            _run_videos(job, videos, exif, experimental, store, writer)
+            _run_videos(job, videos, how, experimental, store, writer)
             encoded = time.perf_counter()
             _write_tables(job, writer, {**how, "store": store})
     seconds = {"load": loaded - began, "encode": encoded - loaded}
@@ -172,8 +179,9 @@ def _run(
     writer: SafetensorsWriter | None,
 ) -> None:
     with bar(len(sources), "picture", kind != "quiet" and len(sources) > 1) as shown:
-        for group in grouped(job.prepared(sources, **how), batch_size):
-            for picture, features in job.encoded(group):
+        prepared = job.prepared(sources, **how)
+        for group, batch in batches(job.encoder.processor, prepared, batch_size):
+            for picture, features in job.encoded(group, batch):
                 number = len(job.rows)
                 (embedding,) = features.embeddings
                 if writer:
@@ -195,12 +203,16 @@ def _run(
 
 
 def _run_videos(
-    job: Job, videos: list[str], exif: str, experimental: bool, store: str, writer: SafetensorsWriter | None
+    job: Job,
+    videos: list[str],
+    how: dict[str, Any],
+    experimental: bool,
+    store: str,
+    writer: SafetensorsWriter | None,
 ) -> None:
-    turned: Exif = "apply" if exif == "apply" else "ignore"
     for source in videos:
         try:
-            for chunk in job.encoder.encode_video(source, exif=turned, experimental=experimental):
+            for chunk in job.encoder.encode_video(source, experimental=experimental, **how):
                 number = len(job.rows)
                 if writer:
                     _write(writer, f"embeddings/{number}", chunk.embeddings, store)
@@ -240,6 +252,7 @@ def _write_tables(job: Job, writer: SafetensorsWriter, how: dict[str, Any]) -> N
         family=encoder.family,
         norm_eps=repr(encoder.config.norm_eps),
         dtype=str(encoder.dtype).removeprefix("torch."),
+        backend=encoder.backend,
         version=__version__,
         **{key: json.dumps(value) for key, value in how.items()},
     )
@@ -252,6 +265,7 @@ def _report(job: Job, seconds: dict[str, float], output: Path | None, kind: str)
             "failures": [{"source": source, "error": error} for source, error in job.failures],
             "norm_eps": job.encoder.config.norm_eps,
             "dtype": str(job.encoder.dtype).removeprefix("torch."),
+            "backend": job.encoder.backend,
             "seconds": {key: round(value, 4) for key, value in seconds.items()},
             "output": str(output) if output else None,
         }

@@ -8,9 +8,8 @@ import click
 from moonvit.cli import options
 from moonvit.cli.progress import fetch_bar
 from moonvit.errors import MoonvitError, WeightsError
-from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.hub import HubRepo
-from moonvit.weights.source import fetch_to, find_checkpoint
+from moonvit.weights.source import fetch_to, find_checkpoint, local_checkpoint
 
 
 @click.command("fetch")
@@ -35,7 +34,7 @@ def command(repo: str, revision: str | None, output: Path | None) -> None:
             raise MoonvitError(f"{output}: exists already", "remove it or choose another place")
         place = output
         fetch_to(HubRepo(repo, revision), output, fetch_bar)
-    held = LocalCheckpoint(place)
+    held = local_checkpoint(place)
     if held.faults:
         raise WeightsError(str(place), held.faults)
     click.echo(f"{len(held.tensors)} vision tensors, {held.nbytes:,} bytes", err=True)

@@ -108,8 +108,8 @@ def command(
     )
     chat = generator.chat(system, thinking=thinking)
     replies = []
-    for question, added in _questions(text, sources, several):
-        reply = _answered(chat.stream(question, added, sampling=sampling, look=look), kind)
+    for question, shown in _questions(text, sources, several):
+        reply = _answered(chat.stream(question, shown, sampling=sampling, look=look), kind)
         replies.append(reply)
     if kind == "json":
         click.echo(json.dumps(_document(chat, replies), indent=2))

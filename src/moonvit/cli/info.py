@@ -12,9 +12,9 @@ from moonvit.cli import options, printable
 from moonvit.config import PatchRules, TowerConfig, check_agreement
 from moonvit.errors import ConfigError
 from moonvit.families import family_of
-from moonvit.weights.checkpoint import LocalCheckpoint
+from moonvit.weights.index import Checkpoint
 from moonvit.weights.load import checkpoint_faults, stored_shapes, tower_only
-from moonvit.weights.source import find_checkpoint
+from moonvit.weights.source import find_checkpoint, local_checkpoint
 
 
 @click.command("info")
@@ -26,7 +26,7 @@ def command(model: str, revision: str | None, kind: str) -> None:
 
     Reads headers only. The exit code is 1 if the checkpoint cannot be loaded.
     """
-    document = describe_checkpoint(find_checkpoint(model, revision=revision))
+    document = describe_checkpoint(local_checkpoint(find_checkpoint(model, revision=revision)))
     if kind == "json":
         click.echo(json.dumps(document, indent=2))
     else:
@@ -34,9 +34,8 @@ def command(model: str, revision: str | None, kind: str) -> None:
     sys.exit(1 if document["faults"] else 0)
 
 
-def describe_checkpoint(directory: Path) -> dict[str, Any]:
+def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     """All that headers and configs tell, as one JSON-like document."""
-    checkpoint = LocalCheckpoint(directory)
     faults: list[str] = []
     vision, pixels = _configs(checkpoint, faults)
     expected: dict[str, tuple[int, ...]] = {}
@@ -47,7 +46,7 @@ def describe_checkpoint(directory: Path) -> dict[str, Any]:
     else:
         faults += checkpoint.faults
     return {
-        "path": str(directory),
+        "path": checkpoint.where,
         "family": vision.model_type if vision else None,
         "geometry": asdict(vision) | {"head_dim": vision.head_dim} if vision else None,
         "preprocessor": asdict(pixels) if pixels else None,
@@ -55,13 +54,13 @@ def describe_checkpoint(directory: Path) -> dict[str, Any]:
         "projector": not tower_only(checkpoint),
         "parameters": sum(_count(stored.entry.shape) for stored in checkpoint.tensors.values()),
         "bytes": checkpoint.nbytes,
-        "dtypes": sorted({stored.entry.dtype for stored in checkpoint.tensors.values()}),
+        "dtypes": checkpoint.stored_types,
         "shards": _shards(checkpoint),
         "faults": faults,
     }
 
 
-def _configs(checkpoint: LocalCheckpoint, faults: list[str]) -> tuple[TowerConfig | None, PatchRules | None]:
+def _configs(checkpoint: Checkpoint, faults: list[str]) -> tuple[TowerConfig | None, PatchRules | None]:
     vision = pixels = None
     try:
         family = family_of(checkpoint.config)
@@ -73,15 +72,16 @@ def _configs(checkpoint: LocalCheckpoint, faults: list[str]) -> tuple[TowerConfi
     except ConfigError as error:
         faults.append(str(error))
     try:
-        pixels = family.pixels(checkpoint.preprocessor, "preprocessor_config.json")
+        rules = checkpoint.picture_rules
+        pixels = family.pixels(rules.values, rules.where.removeprefix(f"{checkpoint.where}/"))
         if vision is not None:
-            check_agreement(vision, pixels, checkpoint.directory.name)
+            check_agreement(vision, pixels, Path(checkpoint.where).name)
     except ConfigError as error:
         faults.append(str(error))
     return vision, pixels
 
 
-def _shards(checkpoint: LocalCheckpoint) -> list[dict[str, Any]]:
+def _shards(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     rows = []
     for shard in checkpoint.shards:
         held = [s.entry for s in checkpoint.tensors.values() if s.shard == shard]

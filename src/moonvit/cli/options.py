@@ -10,7 +10,10 @@ from moonvit.presets import PRESETS
 F = TypeVar("F", bound=Callable[..., Any])
 
 model = click.option(
-    "--model", required=True, metavar="M", help="Directory of a checkpoint, or a repository ORG/NAME."
+    "--model",
+    required=True,
+    metavar="M",
+    help="Directory of a checkpoint, mmproj-*.gguf, or a repository ORG/NAME.",
 )
 revision = click.option("--revision", metavar="R", help="Branch, tag or commit of a repository.")
 exif = click.option(
@@ -45,6 +48,19 @@ norm_eps = click.option(
 device = click.option(
     "--device", default="cpu", show_default=True, help="Where the model runs: cpu, cuda, mps."
 )
+threads = click.option(
+    "--threads",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Processors to use. [default: those that the process may use, a container's quota included]",
+)
+backend = click.option(
+    "--backend",
+    type=click.Choice(["auto", "eager", "compiled", "native"]),
+    default="auto",
+    show_default=True,
+    help="How the model is run: plain PyTorch, compiled by it, or native kernels.",
+)
 preset = click.option(
     "--preset", type=click.Choice(PRESETS), default="full", show_default=True, help="Geometry; full is K3's."
 )
@@ -60,3 +76,12 @@ def output_format(*kinds: str) -> Callable[[F], F]:
         show_default=True,
         help="What to print.",
     )
+
+
+def use_threads(count: int | None) -> None:
+    """Let PyTorch use that many processors, or those that the process may use."""
+    import torch
+
+    from moonvit.threads import usable_cores
+
+    torch.set_num_threads(count or min(usable_cores(), torch.get_num_threads()))

@@ -9,10 +9,9 @@ import click
 from moonvit.cli import options, printable
 from moonvit.cli.info import describe_checkpoint
 from moonvit.cli.progress import bar
-from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.export import verify
 from moonvit.weights.load import fingerprint
-from moonvit.weights.source import find_checkpoint
+from moonvit.weights.source import find_checkpoint, local_checkpoint
 
 
 @click.command("verify")
@@ -24,9 +23,8 @@ def command(model: str, revision: str | None, kind: str) -> None:
 
     The exit code is 1 if anything is wrong.
     """
-    directory = find_checkpoint(model, revision=revision)
-    faults = list(describe_checkpoint(directory)["faults"])
-    checkpoint = LocalCheckpoint(directory)
+    checkpoint = local_checkpoint(find_checkpoint(model, revision=revision))
+    faults = list(describe_checkpoint(checkpoint)["faults"])
     with bar(checkpoint.nbytes, "B") as shown:
         tensors = list(verify(checkpoint, shown.update))
     faults += [f"{t.name}: {t.not_finite} values are NaN or infinite" for t in tensors if t.not_finite]

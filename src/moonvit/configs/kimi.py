@@ -1,4 +1,4 @@
-"""`config.json` and `preprocessor_config.json` of Kimi K2.5, K2.6 and Kimi-VL.
+"""`config.json` and the rules for pictures and videos of Kimi K2.5, K2.6 and Kimi-VL.
 
 What these checkpoints leave out has one documented meaning for the family (K2.5: bicubic table,
 LayerNorm, biases, qkv as wide as the tower); everything else that is missing is refused.
@@ -7,7 +7,15 @@ LayerNorm, biases, qkv as wide as the tower); everything else that is missing is
 from collections.abc import Mapping
 from typing import Any
 
-from moonvit.config import FLOAT32_EPS, MAX_SIDE, PixelConfig, VisionConfig, check_geometry
+from moonvit.config import (
+    FLOAT32_EPS,
+    MAX_SIDE,
+    ROPE_THETA,
+    ClipRules,
+    PixelConfig,
+    VisionConfig,
+    check_geometry,
+)
 from moonvit.errors import ConfigError
 from moonvit.fields import Fields
 
@@ -104,17 +112,27 @@ def _require(vision: Fields) -> None:
     vision.choice("merge_type", "sd2_tpool")
     vision.choice("mm_projector_type", "patchmerger")
     vision.choice("projector_hidden_act", "gelu")
+    if vision.values.get("video_attn_type") is not None:
+        vision.choice("video_attn_type", "spatial_temporal")
+    if vision.values.get("rope_parameters") is not None:
+        rope = vision.section("rope_parameters")
+        if rope.values.get("rope_theta", ROPE_THETA) != ROPE_THETA:
+            rope.choice("rope_theta", ROPE_THETA)
 
 
 def kimi_pixels(config: Mapping[str, Any], where: str = "preprocessor_config.json") -> PixelConfig:
-    """K2.5's pixel rules: released (`media_proc_cfg`) or transformers' own (`max_patches`)."""
+    """K2.5's rules for pictures: released (`media_proc_cfg`) or transformers' own (`max_patches`)."""
     top = Fields(config, where)
     if "media_proc_cfg" in top.values or "max_patches" not in top.values:
         return PixelConfig.from_dict(config, where)
+    _require_steps(top)
     size = top.section("size")
+    side = size.integer("max_height", 1, MAX_SIDE)
+    if size.raw("max_width") != side:
+        size.choice("max_width", side)
     return PixelConfig(
         in_patch_limit=top.integer("max_patches", 1, 2**24),
-        side_limit=min(size.integer("max_height", 1, MAX_SIDE), size.integer("max_width", 1, MAX_SIDE)),
+        side_limit=side,
         patch_size=top.square("patch_size", 1, 256),
         merge_size=top.square("merge_size", 1, 16),
         mean=top.numbers("image_mean", 3, -1e3, 1e3),
@@ -124,9 +142,35 @@ def kimi_pixels(config: Mapping[str, Any], where: str = "preprocessor_config.jso
     )
 
 
+def _require_steps(top: Fields) -> None:
+    """Refuse what transformers' processor can be told and this one does not do."""
+    for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        if top.values.get(name) is not None:
+            top.choice(name, True)
+    if top.values.get("resample") is not None:
+        top.choice("resample", 3)
+    if top.values.get("rescale_factor") is not None and top.values["rescale_factor"] != 1 / 255:
+        top.choice("rescale_factor", 1 / 255)
+
+
+def kimi_clip(rules: Fields) -> ClipRules:
+    """Rules for videos as transformers' own `kimi_k25` writes them; absent ones are its defaults."""
+    _require_steps(rules)
+    defaults = {"max_patches": 4096, "fps": 2, "temporal_patch_size": 4}
+    given = {name: value for name, value in rules.values.items() if value is not None}
+    top = Fields({**defaults, **given}, rules.where)
+    return ClipRules(
+        frame_limit=top.integer("max_patches", 1, 2**24),
+        clip_limit=None,
+        sample_fps=top.number("fps", 0.0, 1000.0),
+        frames=top.integer("temporal_patch_size", 1, 64),
+        timestamp_mode="hh:mm:ss.fff",
+    )
+
+
 def kimi_vl_pixels(config: Mapping[str, Any], where: str = "preprocessor_config.json") -> PixelConfig:
-    """Kimi-VL's pixel rules; its pictures are made RGB after resizing."""
-    top = Fields(config, where)
+    """Kimi-VL's rules for pictures; they are made RGB after resizing."""
+    top = Fields({"merge_kernel_size": [2, 2], **Fields(config, where).values}, where)
     top.choice("pad_input", True)
     return PixelConfig(
         in_patch_limit=top.integer("in_token_limit", 1, 2**24),

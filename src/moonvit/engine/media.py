@@ -13,13 +13,14 @@ from torch import Tensor
 
 from moonvit.clips import video_chunks
 from moonvit.configs.qwen import QwenConfig
-from moonvit.encoder import Encoder, grouped
+from moonvit.encoder import Encoder
 from moonvit.ops.grid import Grid
 from moonvit.pixels.base import Prepared
 from moonvit.pixels.decode import Exif
 from moonvit.pixels.video import open_video
 from moonvit.prompt import Chunk, Image, Video
 from moonvit.prompt.embeds import is_video
+from moonvit.schedule import grouped
 
 CACHE_BYTES = 512 * 2**20
 """Embeddings that a generator keeps for pictures that come again."""
@@ -178,8 +179,10 @@ def _frames_of_a_patch(encoder: Encoder) -> int:
 
 
 def _picture_key(prepared: Prepared) -> str:
-    digest = hashlib.sha256(repr((prepared.plan.grid, prepared.pixels.shape)).encode())
-    digest.update(prepared.pixels.tobytes())
+    digest = hashlib.sha256(repr(prepared.plan.grid).encode())
+    for frame in prepared.frames:
+        digest.update(repr(frame.size).encode())
+        digest.update(frame.tobytes())
     return f"picture {digest.hexdigest()}"
 
 

@@ -1,9 +1,9 @@
 """What the picture processors of all families share: reading, planning, packing."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,12 +38,12 @@ class PixelBatch:
 
 @dataclass(frozen=True)
 class Prepared:
-    """One picture, resized and free of transparency, not yet cut: uint8 [height, width, 3].
+    """One picture or the frames of a clip, resized and free of transparency (mode RGB), not yet cut.
 
-    A clip has one more dimension in front, its frames. `name` is what to call it in reports.
+    `name` is what to call it in reports.
     """
 
-    pixels: NDArray[np.uint8]
+    frames: tuple[Image.Image, ...]
     plan: ImagePlan
     name: str = ""
 
@@ -56,6 +56,8 @@ class PictureProcessor(ABC):
     """
 
     config: PatchRules
+    order: Literal["raster", "block"] = "raster"
+    """How patches lie in `pixel_values`, and in every stage of the tower that a tap sees."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
@@ -65,8 +67,8 @@ class PictureProcessor(ABC):
         """What becomes of a picture of that size; `ImageError` for one that the family refuses."""
 
     @abstractmethod
-    def opaque(self, picture: Image.Image, plan: ImagePlan) -> NDArray[np.uint8]:
-        """The picture at its new size without transparency, uint8 [height, width, 3]."""
+    def opaque(self, picture: Image.Image, plan: ImagePlan) -> Image.Image:
+        """The picture at its new size without transparency, of mode RGB."""
 
     @property
     @abstractmethod
@@ -107,7 +109,7 @@ class PictureProcessor(ABC):
         picture = read_image(image, limits=self.limits, exif=exif, layout=layout)
         plan = self._named_plan(image, picture.size, max_tokens)
         try:
-            return Prepared(self.opaque(picture, plan), plan, describe(image))
+            return Prepared((self.opaque(picture, plan),), plan, describe(image))
         except (ValueError, OSError) as error:
             raise ImageError(
                 f"{describe(image)}: mode {picture.mode} cannot be converted: {error}"
@@ -116,8 +118,8 @@ class PictureProcessor(ABC):
     def pack(self, prepared: Sequence[Prepared]) -> PixelBatch:
         """Normalise and cut prepared pictures into one batch."""
         total = sum(p.plan.patches for p in prepared)
-        pixel_values = torch.empty((total, *self.patch_shape), dtype=torch.float32, device="cpu")
-        out = pixel_values.numpy()
+        # numpy asks the system for huge pages; a page fault each 4 kB would take longer than the arithmetic
+        out = np.empty((total, *self.patch_shape), np.float32)
         start = 0
         for picture in prepared:
             stop = start + picture.plan.patches
@@ -126,7 +128,7 @@ class PictureProcessor(ABC):
         grids = [picture.plan.grid for picture in prepared]
         grid_thws = torch.tensor(grids, dtype=torch.int64, device="cpu").reshape(-1, 3)
         sizes = [(picture.plan.width, picture.plan.height) for picture in prepared]
-        return PixelBatch(pixel_values, grid_thws, sizes)
+        return PixelBatch(torch.from_numpy(out), grid_thws, sizes)
 
     def plan(
         self, image: Any, *, max_tokens: int | None = None, exif: Exif = "apply", layout: Layout | None = None
@@ -140,3 +142,19 @@ class PictureProcessor(ABC):
             return self.plan_size(*size, max_tokens)
         except ImageError as error:
             raise ImageError(f"{describe(image)}: {error.message}", error.hint) from error
+
+
+def resized(picture: Image.Image, plan: ImagePlan, resample: Image.Resampling) -> Image.Image:
+    """The picture at its new size; itself where that is the old one."""
+    size = (plan.new_width, plan.new_height)
+    return picture if picture.size == size else picture.resize(size, resample)
+
+
+def strips(picture: Image.Image, lines: int, count: int, width: int) -> Iterator[NDArray[np.uint8]]:
+    """An RGB picture from its top down, `count` times uint8 [lines, 3, width].
+
+    What lies right of it and below is black.
+    """
+    for top in range(0, lines * count, lines):
+        band = picture.crop((0, top, width, top + lines))
+        yield np.frombuffer(band.tobytes("raw", "RGB;L"), np.uint8).reshape(lines, 3, width)

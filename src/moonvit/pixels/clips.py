@@ -4,17 +4,14 @@ Sources: Kimi K2.5's own processor; transformers' `Qwen2VLVideoProcessor` and `Q
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from moonvit.config import ClipRules
-from moonvit.configs.qwen import QwenPixels
-from moonvit.pixels.qwen import check_aspect
-
-QWEN_MIN_FRAMES = 4
-QWEN_MAX_FRAMES = 768
-
+from moonvit.configs.qwen import QwenPixels, QwenVideo
+from moonvit.pixels.qwen import check_aspect, smart_resize
 
 K25_CLIP = ClipRules(
     frame_limit=4096, clip_limit=None, sample_fps=2.0, frames=4, timestamp_mode="hh:mm:ss.fff"
@@ -28,13 +25,14 @@ def kimi_samples(count: int, fps: float, sample_fps: float) -> list[int]:
     return [int(n) for n in np.linspace(0, count - 1, taken).round()]
 
 
-def qwen2_samples(count: int, fps: float, sample_fps: float, temporal: int) -> list[int]:
-    """Qwen2-VL's and 2.5's: whole patches of `temporal` frames, at least 4 frames where there are so many.
+def qwen2_samples(count: int, fps: float, rules: QwenVideo) -> list[int]:
+    """Qwen2-VL's and 2.5's: whole patches of frames, `min_frames` at least where there are so many.
 
     A video shorter than one patch is taken whole, which the reference cannot do.
     """
-    most = min(QWEN_MAX_FRAMES, count) // temporal * temporal
-    taken = min(max(count / fps * sample_fps, QWEN_MIN_FRAMES), most, count)
+    temporal = rules.pixels.temporal_patch_size
+    most = min(rules.max_frames, count) // temporal * temporal
+    taken = min(max(count / fps * rules.fps, rules.min_frames), most, count)
     taken = math.floor(taken / temporal) * temporal
     if taken == 0:
         return list(range(count))
@@ -42,9 +40,9 @@ def qwen2_samples(count: int, fps: float, sample_fps: float, temporal: int) -> l
     return [min(int(n), count - 1) for n in numbers]
 
 
-def qwen3_samples(count: int, fps: float, sample_fps: float) -> list[int]:
-    """Qwen3-VL's: evenly spread, at least 4 frames where there are so many, at most 768."""
-    taken = min(max(int(count / fps * sample_fps), QWEN_MIN_FRAMES), QWEN_MAX_FRAMES, count)
+def qwen3_samples(count: int, fps: float, rules: QwenVideo) -> list[int]:
+    """Qwen3-VL's: evenly spread, `min_frames` at least where there are so many, `max_frames` at most."""
+    taken = min(max(int(count / fps * rules.fps), rules.min_frames), rules.max_frames, count)
     return [int(n) for n in np.linspace(0, count - 1, taken).round()]
 
 
@@ -78,3 +76,27 @@ def smart_resize_clip(frames: int, width: int, height: int, config: QwenPixels) 
         new_height = math.ceil(height * grow / cell) * cell
         new_width = math.ceil(width * grow / cell) * cell
     return new_width, new_height
+
+
+def qwen2_frame_size(frames: int, width: int, height: int, rules: QwenVideo) -> tuple[int, int]:
+    """Qwen2-VL's and 2.5's new (width, height) of a frame; `frames` are all that are taken."""
+    pixels = rules.pixels
+    if rules.frame_tokens is not None:
+        share = int(rules.frame_tokens * pixels.cell**2 * 0.9) * pixels.temporal_patch_size // frames
+        pixels = _capped(pixels, min(pixels.max_pixels, share))
+    return smart_resize(width, height, pixels)
+
+
+def qwen3_frame_size(frames: int, width: int, height: int, rules: QwenVideo) -> tuple[int, int]:
+    """Qwen3-VL's new (width, height) of a frame; `frames` are all that are taken."""
+    pixels = rules.pixels
+    if rules.frame_tokens is not None:
+        share = min(rules.frame_tokens * pixels.cell**2, pixels.max_pixels // frames)
+        capped = _capped(pixels, share)
+        pixels = replace(capped, max_pixels=capped.max_pixels * frames)
+    return smart_resize_clip(frames, width, height, pixels)
+
+
+def _capped(pixels: QwenPixels, most: int) -> QwenPixels:
+    """At most so many pixels, but never below 1.05 times the least."""
+    return replace(pixels, max_pixels=max(most, int(pixels.min_pixels * 1.05)))

@@ -9,8 +9,8 @@ from PIL import Image, ImageOps
 
 from moonvit.config import Chessboard, ClipRules, PixelConfig
 from moonvit.errors import ImageError
-from moonvit.ops.patchify import normalized_patches
-from moonvit.pixels.base import PictureProcessor, PixelBatch, Prepared
+from moonvit.ops.patchify import normalized, raster_patches
+from moonvit.pixels.base import PictureProcessor, PixelBatch, Prepared, resized, strips
 from moonvit.pixels.decode import Limits
 from moonvit.pixels.plan import ImagePlan, plan_image, plan_kimi_vl
 
@@ -21,10 +21,10 @@ __all__ = [
     "Prepared",
     "chessboard",
     "composite",
-    "opaque_pixels",
+    "opaque_picture",
 ]
 
-_ROWS = 256  # rows composited at once, so that the float copies stay small
+_ROWS = 64  # rows composited at once, so that the float copies stay small
 
 
 class KimiProcessor(PictureProcessor):
@@ -44,26 +44,28 @@ class KimiProcessor(PictureProcessor):
         """See `plan_image`."""
         return plan_image(width, height, self.config, max_tokens)
 
-    def opaque(self, picture: Image.Image, plan: ImagePlan) -> NDArray[np.uint8]:
-        """See `opaque_pixels`."""
-        return opaque_pixels(picture, plan, self.config)
+    def opaque(self, picture: Image.Image, plan: ImagePlan) -> Image.Image:
+        """See `opaque_picture`."""
+        return opaque_picture(picture, plan, self.config)
 
-    def clip(self, frames: Sequence[Image.Image], rules: ClipRules) -> Prepared:
+    def clip(
+        self, frames: Sequence[Image.Image], rules: ClipRules, max_tokens: int | None = None
+    ) -> Prepared:
         """A chunk of at most `rules.frames` frames, all at the size that the first one gets."""
         limit = rules.frame_limit
         if rules.clip_limit is not None:
             limit = min(max(1, round(rules.clip_limit / len(frames))), limit)
-        plan = plan_image(*frames[0].size, replace(self.config, in_patch_limit=limit))
+        plan = plan_image(*frames[0].size, replace(self.config, in_patch_limit=limit), max_tokens)
         plan = replace(plan, grid=(len(frames), *plan.grid[1:]))
-        return Prepared(np.stack([self.opaque(frame, plan) for frame in frames]), plan)
+        return Prepared(tuple(self.opaque(frame, plan) for frame in frames), plan)
 
     def cut(self, prepared: Prepared, out: NDArray[np.float32]) -> None:
-        """See `normalized_patches`; frames of a clip come one behind the other."""
-        config = self.config
+        """In raster order, frames of a clip one behind the other."""
+        config, patch = self.config, self.config.patch_size
         t, h, w = prepared.plan.grid
-        frames = prepared.pixels.reshape(t, *prepared.pixels.shape[-3:])
-        for frame, rows in zip(frames, out.reshape(t, h * w, *self.patch_shape), strict=True):
-            normalized_patches(frame, (h, w), config.patch_size, config.mean, config.std, rows)
+        for frame, rows in zip(prepared.frames, out.reshape(t, h, w, 3, patch, patch), strict=True):
+            for row, strip in zip(rows, strips(frame, patch, h, w * patch), strict=True):
+                row[:] = raster_patches(normalized(strip, config.mean, config.std), patch)
 
 
 class KimiVLProcessor(KimiProcessor):
@@ -82,27 +84,22 @@ class KimiVLProcessor(KimiProcessor):
             )
         return plan
 
-    def opaque(self, picture: Image.Image, plan: ImagePlan) -> NDArray[np.uint8]:
+    def opaque(self, picture: Image.Image, plan: ImagePlan) -> Image.Image:
         """Resized and padded in the picture's own mode, then `convert("RGB")`."""
-        if picture.size != (plan.new_width, plan.new_height):
-            picture = picture.resize((plan.new_width, plan.new_height), Image.Resampling.BICUBIC)
-        padded = ImageOps.expand(picture, (0, 0, plan.pad_width, plan.pad_height), 0)
-        return np.asarray(padded.convert("RGB"))
+        picture = resized(picture, plan, Image.Resampling.BICUBIC)
+        return ImageOps.expand(picture, (0, 0, plan.pad_width, plan.pad_height), 0).convert("RGB")
 
 
-def opaque_pixels(picture: Image.Image, plan: ImagePlan, config: PixelConfig) -> NDArray[np.uint8]:
-    """The picture at its new size without transparency, uint8 [new_height, new_width, 3].
+def opaque_picture(picture: Image.Image, plan: ImagePlan, config: PixelConfig) -> Image.Image:
+    """The picture at its new size without transparency, of mode RGB.
 
     Resizing is Pillow's bicubic in the picture's own mode: nearest-neighbour for palette and one-bit
     pictures, premultiplied for those with alpha, a plain copy at the same size.
     """
-    size = (plan.new_width, plan.new_height)
     if config.fill_before_resize:
         picture = _fill(picture, config.background)
-    resized = picture.resize(size, Image.Resampling.BICUBIC)
-    if not config.fill_before_resize:
-        resized = _fill(resized, config.background)
-    return np.asarray(resized)
+    picture = resized(picture, plan, Image.Resampling.BICUBIC)
+    return picture if config.fill_before_resize else _fill(picture, config.background)
 
 
 def _fill(picture: Image.Image, background: Chessboard | None) -> Image.Image:
@@ -122,15 +119,18 @@ def _fill(picture: Image.Image, background: Chessboard | None) -> Image.Image:
     for top in range(0, len(rgba), _ROWS):
         rows = slice(top, min(top + _ROWS, len(rgba)))
         board = chessboard(range(rows.start, rows.stop), rgba.shape[1], background)
-        out[rows] = composite(rgba[rows], board[:, :, None])
+        out[rows] = composite(rgba[rows], board)
     return Image.fromarray(out)
 
 
 def composite(rgba: NDArray[np.uint8], background: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """alpha·rgb + (1 - alpha)·background in float32, truncated."""
-    alpha = rgba[:, :, 3:].astype(np.float32) / np.float32(255)
-    mixed = alpha * rgba[:, :, :3] + (np.float32(1) - alpha) * background
-    return mixed.astype(np.uint8)
+    """alpha·rgb + (1 - alpha)·background in float32, truncated; `background` is grey, [height, width]."""
+    alpha = rgba[:, :, 3].astype(np.float32) / np.float32(255)
+    behind = (np.float32(1) - alpha) * background
+    out = np.empty((*alpha.shape, 3), np.uint8)
+    for channel in range(3):
+        out[:, :, channel] = alpha * rgba[:, :, channel] + behind
+    return out
 
 
 def chessboard(rows: range, width: int, board: Chessboard) -> NDArray[np.float32]:

@@ -11,7 +11,7 @@ from PIL import Image
 from moonvit.configs.qwen import QwenPixels
 from moonvit.errors import ImageError
 from moonvit.ops.patchify import block_patches
-from moonvit.pixels.base import PictureProcessor, Prepared
+from moonvit.pixels.base import PictureProcessor, Prepared, resized, strips
 from moonvit.pixels.decode import Limits
 from moonvit.pixels.plan import ImagePlan
 
@@ -91,6 +91,7 @@ class QwenProcessor(PictureProcessor):
     """The processor of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
     config: QwenPixels
+    order = "block"
 
     def __init__(self, config: QwenPixels, limits: Limits | None = None) -> None:
         super().__init__(limits)
@@ -104,10 +105,9 @@ class QwenProcessor(PictureProcessor):
         """See `plan_qwen`."""
         return plan_qwen(width, height, self.config, max_tokens)
 
-    def opaque(self, picture: Image.Image, plan: ImagePlan) -> NDArray[np.uint8]:
-        """On white, then Pillow's bicubic."""
-        size = (plan.new_width, plan.new_height)
-        return np.asarray(on_white(picture).resize(size, Image.Resampling.BICUBIC))
+    def opaque(self, picture: Image.Image, plan: ImagePlan) -> Image.Image:
+        """On white, then resized with Pillow's filter of the checkpoint, bicubic as released."""
+        return resized(on_white(picture), plan, Image.Resampling(self.config.resample))
 
     def clip(self, frames: Sequence[Image.Image], size: tuple[int, int]) -> Prepared:
         """Frames at `size` (width, height), a multiple of a cell; an odd rest repeats the last frame."""
@@ -124,15 +124,21 @@ class QwenProcessor(PictureProcessor):
             grid=(-(-len(frames) // config.temporal_patch_size), h, w),
             tokens=-(-len(frames) // config.temporal_patch_size) * h * w // config.merge_size**2,
         )
-        return Prepared(np.stack([self.opaque(frame, plan) for frame in frames]), plan)
+        return Prepared(tuple(self.opaque(frame, plan) for frame in frames), plan)
 
     def cut(self, prepared: Prepared, out: NDArray[np.float32]) -> None:
-        """Normalised patches in merge-block order; a still stands for every frame of its patches."""
+        """In merge-block order; the last frame, or a still, stands for those that lack of its patches."""
         config = self.config
-        frames = prepared.pixels.reshape(-1, *prepared.pixels.shape[-3:])
+        patch, size, temporal = config.patch_size, config.merge_size, config.temporal_patch_size
+        t, h, w = prepared.plan.grid
         levels = self._levels()
-        normalized = np.stack([levels[c][frames[..., c]] for c in range(3)], axis=1)
-        out[:] = block_patches(normalized, config.patch_size, config.merge_size, config.temporal_patch_size)
+        rows = out.reshape(t, h // size, w // size, size, size, 3, temporal, patch, patch)
+        for number, frame in enumerate(prepared.frames):
+            clip, among = divmod(number, temporal)
+            until = temporal if number == len(prepared.frames) - 1 else among + 1
+            for row, strip in zip(rows[clip], strips(frame, size * patch, h // size, w * patch), strict=True):
+                values = np.stack([levels[c][strip[:, c]] for c in range(3)], axis=1)
+                row[..., among:until, :, :] = block_patches(values, patch, size)[..., None, :, :]
 
     def _levels(self) -> NDArray[np.float32]:
         """What each of the 256 levels becomes, float32 [3, 256]; scaled in float64, then float32."""

@@ -1,9 +1,11 @@
 """Videos from files, decoded with PyAV (the extra `video`), and from lists of frames."""
 
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -88,18 +90,32 @@ def open_video(
         if fps is not None:
             raise ValueError("fps: a file knows its own; give fps with a list of frames")
         return _from_file(Path(source), limits, exif)
+    frames = _listed(source)
+    if not isinstance(fps, Real) or isinstance(fps, bool) or not 0 < fps < float("inf"):
+        raise ValueError(f"fps is {fps!r}, expected the frames a second of the list")
+    return Video(f"video of {len(frames)} frames", len(frames), float(fps), frames, limits, exif, layout)
+
+
+def _listed(source: Any) -> list[Any]:
+    """The frames of a list, an iterator or an array of four dimensions; `ImageError` for anything else."""
+    shape = getattr(source, "shape", None)
+    whole = isinstance(source, bytes | bytearray | memoryview | Image.Image) or hasattr(source, "read")
+    if whole or not isinstance(source, Iterable) or (shape is not None and len(shape) != 4):
+        raise ImageError(
+            f"video: {describe(source)} is neither a path nor frames",
+            "give the path of a file, a list of pictures, or an array [frames, …] of four dimensions",
+        )
     frames = list(source)
     if not frames:
         raise ImageError("video: has no frames")
-    if fps is None or not 0 < fps < float("inf"):
-        raise ValueError(f"fps is {fps!r}, expected the frames a second of the list")
-    return Video(f"video of {len(frames)} frames", len(frames), float(fps), frames, limits, exif, layout)
+    return frames
 
 
 def _from_file(path: Path, limits: Limits, exif: Exif) -> Video:
     name = describe(path)
     if not path.is_file():
-        raise ImageError(f"{name}: {'not a regular file' if path.exists() else 'no such file'}")
+        hint = "URLs are not fetched; download it first" if re.match(r"[a-z][a-z0-9+.-]*:/", name) else ""
+        raise ImageError(f"{name}: {'not a regular file' if path.exists() else 'no such file'}", hint)
     if path.stat().st_size == 0:
         raise ImageError(f"{name}: empty")
     with _container(path, name) as (container, stream):
@@ -132,7 +148,17 @@ def _container(path: Path, name: str) -> Iterator[tuple[Any, Any]]:
             yield container, container.streams.video[0]
     except av.error.FFmpegError as error:
         reason = getattr(error, "strerror", None) or type(error).__name__
-        raise ImageError(f"{name}: broken video: {reason}") from error
+        raise ImageError(f"{name}: broken video: {reason}", _hint(path)) from error
+
+
+def _hint(path: Path) -> str:
+    """What to do about an animation that the decoder does not know, such as WebP's."""
+    try:
+        with Image.open(path) as picture:
+            animated = getattr(picture, "n_frames", 1) > 1
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return ""
+    return "read it with Pillow and give its frames as a list, with fps" if animated else ""
 
 
 def _pyav() -> ModuleType:

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moonvit.configs.qwen import QwenConfig
-from moonvit.ops.attention import segment_attention
 from moonvit.ops.grid import Grid, lengths
 from moonvit.ops.merging import merge_blocks
-from moonvit.ops.rotary import half_table, rotate_halves
-from moonvit.towers.base import Tap, prefixed, table_dtype
+from moonvit.ops.rotary import half_table
+from moonvit.towers.attend import Heads, Rope, rotary_attention
+from moonvit.towers.base import Tap, no_tap, prefixed, table_dtype
+from moonvit.towers.compiled import run_block
 from moonvit.towers.inputs import checked_grids
-
-Rope = tuple[Tensor, Tensor]
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -56,25 +55,33 @@ class PatchEmbed(nn.Module):
 class Attention(nn.Module):
     """Attention within segments, with half-split rotary positions."""
 
+    backend = "eager"
+
     def __init__(self, config: QwenConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_ND: Tensor, rope: Rope, lengths: Sequence[int], tap: Tap) -> Tensor:
+    def heads(self, x_ND: Tensor) -> Heads:
         qkv: Tensor = self.qkv(x_ND)
         q_NHd, k_NHd, v_NHd = qkv.view(len(x_ND), 3, -1, self.head_dim).unbind(1)
-        q_NHd, k_NHd = rotate_halves(q_NHd, *rope), rotate_halves(k_NHd, *rope)
-        tap("q", q_NHd)
-        tap("k", k_NHd)
-        tap("v", v_NHd)
-        out: Tensor = self.proj(segment_attention(q_NHd, k_NHd, v_NHd, lengths).flatten(1))
+        return q_NHd, k_NHd, v_NHd
+
+    def forward(self, x_ND: Tensor, rope: Rope, lengths: Sequence[int], tap: Tap) -> Tensor:
+        q_NHd, k_NHd, v_NHd = self.heads(x_ND)
+        mixed_NHd = rotary_attention(
+            q_NHd, k_NHd, v_NHd, rope, lengths, tap, rotation="halves", backend=self.backend
+        )
+        out: Tensor = self.proj(mixed_NHd.flatten(1))
         return out
 
 
 class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to its input."""
+
+    backend = "eager"
+    rotation = "halves"
 
     def __init__(self, config: QwenConfig, norm: type[nn.Module], mlp: type[nn.Module]) -> None:
         super().__init__()
@@ -83,8 +90,20 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.mlp = mlp(config)
 
+    def before(self, x_ND: Tensor) -> Heads:
+        """Q, k and v, not turned yet."""
+        return self.attn.heads(self.norm1(x_ND))
+
+    def after(self, x_ND: Tensor, mixed_NHd: Tensor) -> Tensor:
+        """The block's result from its input and the attention's."""
+        return self.add(x_ND, self.attn.proj(mixed_NHd.flatten(1)), no_tap)
+
     def forward(self, x_ND: Tensor, rope: Rope, lengths: Sequence[int], tap: Tap) -> Tensor:
-        attn_ND = self.attn(self.norm1(x_ND), rope, lengths, tap)
+        if self.backend == "compiled" and (out_ND := run_block(self, x_ND, rope, lengths, tap)) is not None:
+            return out_ND
+        return self.add(x_ND, self.attn(self.norm1(x_ND), rope, lengths, tap), tap)
+
+    def add(self, x_ND: Tensor, attn_ND: Tensor, tap: Tap) -> Tensor:
         tap("attn_out", attn_ND)
         x_ND = x_ND + attn_ND
         tap("attn_residual", x_ND)

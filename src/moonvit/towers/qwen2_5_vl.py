@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moonvit.configs.qwen import QwenConfig
+from moonvit.ops.attention import Segments
 from moonvit.ops.grid import frame_lengths
 from moonvit.ops.windows import reorder_blocks, window_order
 from moonvit.towers.base import Features, Tap, VisionModel, no_tap
@@ -29,7 +30,7 @@ class GatedFeedForward(nn.Module):
 
 
 class Tower(QwenTower):
-    """Patches in merge-block order in, embeddings out; runs in window order inside."""
+    """Patches in merge-block order in, embeddings out; runs in window order inside, unseen by taps."""
 
     def __init__(self, config: QwenConfig) -> None:
         super().__init__(config, nn.RMSNorm, GatedFeedForward)
@@ -40,15 +41,21 @@ class Tower(QwenTower):
         if not grids:
             return []
         config, cell = self.config, self.config.merge_size**2
-        order, windows = window_order(grids, config.merge_size, config.window_cells)
-        frames = frame_lengths(grids)
+        order, window_lengths = window_order(grids, config.merge_size, config.window_cells)
+        frames, windows = Segments(frame_lengths(grids)), Segments(window_lengths)
 
         def segments(layer: int) -> Sequence[int]:
             return frames if layer in config.full_layers else windows
 
         cos, sin = (reorder_blocks(table, order, cell) for table in self.rope(grids, x_ND))
-        x_ND = last(self.layers(reorder_blocks(x_ND, order, cell), (cos, sin), segments, tap))
-        projected = reorder_blocks(self.merger(x_ND), torch.argsort(order), 1)
+        back = torch.argsort(order)
+
+        def in_blocks(name: str, value: Tensor) -> None:
+            tap(name, reorder_blocks(value, back, cell))
+
+        seen = tap if tap is no_tap else in_blocks
+        x_ND = last(self.layers(reorder_blocks(x_ND, order, cell), (cos, sin), segments, seen))
+        projected = reorder_blocks(self.merger(x_ND), back, 1)
         tap("projected", projected)
         return self.split(projected, grids)
 
@@ -63,6 +70,6 @@ class Qwen25VLVision(VisionModel):
         self.config = config
         self.visual = Tower(config)
 
-    def run(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
+    def run_packed(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
         """For each picture or clip [t·h·w/merge_size², text_hidden_size]; t counts pairs of frames."""
         return Features(self.visual(pixel_values, grid_thws, tap))

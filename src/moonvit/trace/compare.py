@@ -210,7 +210,7 @@ def _in_order(names: Sequence[str]) -> list[str]:
     numbers = [block_number(name) for name in names]
     layers = 1 + max((number for number in numbers if number is not None), default=0)
     held = set(names)
-    return [name for name in stage_names(layers) if name in held]
+    return [name for name in stage_names(layers, every_family=True) if name in held]
 
 
 def _coarser(mine: Dump, reference: Dump, names: Sequence[str]) -> str:

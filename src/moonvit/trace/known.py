@@ -3,10 +3,10 @@
 from moonvit.config import PixelConfig, VisionConfig
 from moonvit.encoder import Encoder
 from moonvit.errors import ConfigError
-from moonvit.weights.checkpoint import LocalCheckpoint
+from moonvit.weights.index import Checkpoint
 
 
-def known_tower(encoder: Encoder, verb: str) -> tuple[VisionConfig, PixelConfig, LocalCheckpoint]:
+def known_tower(encoder: Encoder, verb: str) -> tuple[VisionConfig, PixelConfig, Checkpoint]:
     """Geometry, pixel rules and checkpoint of a K3 tower without biases; `ConfigError` for any other."""
     config, pixels = encoder.config, encoder.processor.config
     if (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moonvit._version import __version__
 from moonvit.encoder import Encoder
-from moonvit.ops.grid import as_grids, block_order
+from moonvit.ops.grid import as_grids, block_order, raster_order
 from moonvit.pixels.kimi import PixelBatch
 from moonvit.trace.stages import Selection, has_patch_rows, stage_names
 from moonvit.weights.writer import SafetensorsWriter
@@ -81,7 +81,7 @@ def write_trace(
 
     Args:
         encoder: the tower.
-        batch: pictures or clips as its processor makes them, in raster order.
+        batch: pictures or clips as its processor makes them.
         path: file to write; it appears when complete.
         selection: stages to keep; None keeps all.
         order: "raster", or "block" to write stages of patches in merge-block order.
@@ -95,9 +95,12 @@ def write_trace(
     if order not in ORDERS:
         raise ValueError(f"order is {order!r}, expected one of {', '.join(ORDERS)}")
     grids = as_grids(batch.grid_thws)
-    places = block_order(grids, encoder.config.merge_size) if order == "block" else None
+    places = None
+    if order != encoder.processor.order:
+        turn = block_order if order == "block" else raster_order
+        places = turn(grids, encoder.config.merge_size)
     table: dict[str, dict[str, float]] = {}
-    reserve = 8192 + 512 * len(stage_names(encoder.config.num_layers))
+    reserve = 8192 + 512 * len(stage_names(encoder.config.num_layers, every_family=True))
     with SafetensorsWriter(path, reserve=reserve) as writer:
 
         def keep(name: str, value: Tensor) -> None:

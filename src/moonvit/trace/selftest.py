@@ -16,7 +16,7 @@ from moonvit.trace.known import known_tower
 from moonvit.trace.metrics import relative_l2
 from moonvit.trace.patterns import as_clip, frames
 from moonvit.trace.record import record
-from moonvit.weights.checkpoint import LocalCheckpoint
+from moonvit.weights.index import Checkpoint
 
 CASES = (("ramp", (84, 56), 1), ("checkerboard", (28, 112), 1), ("ramp", (56, 84), 2))
 """(pattern, (width, height), frames): two still pictures that are not square, and a clip."""
@@ -39,7 +39,7 @@ class Check:
 class StoredWeights(Mapping[str, NDArray[Any]]):
     """A checkpoint's tensors as NumPy arrays, widened to float32 or wider when they are asked for."""
 
-    def __init__(self, checkpoint: LocalCheckpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
     def __getitem__(self, name: str) -> NDArray[Any]:

@@ -32,7 +32,13 @@ IN_BLOCK = {
 }
 AFTER = {"final_norm": "N,D", "merged": "M,C", "proj_hidden": "M,C", "projected": "M,T"}
 
-MERGED = frozenset({"merged", "proj_hidden", "projected"})
+PROJ_NORM = {"proj_norm": "M,C"}
+"""Of the siblings that norm before merging, between `merged` and `proj_hidden`."""
+
+DEEPSTACK = re.compile(r"deepstack\.\d+")
+"""Qwen3-VL's features beside the embeddings, [M, T]."""
+
+MERGED = frozenset({"merged", "proj_norm", "proj_hidden", "projected"})
 """Stages whose rows are merged cells; the rows of all others are patches."""
 
 TABLES = frozenset({"pos_embed", "rope_cos", "rope_sin"})
@@ -41,13 +47,16 @@ TABLES = frozenset({"pos_embed", "rope_cos", "rope_sin"})
 _BLOCK = re.compile(r"block\.(\d+)(?:\.([a-z0-9_]+))?")
 
 
-def stage_names(layers: int) -> list[str]:
-    """All stages of a tower of that many blocks, in order."""
+def stage_names(layers: int, *, every_family: bool = False) -> list[str]:
+    """All stages of a K3 tower of that many blocks, in order; or all that any family may have."""
     names = list(BEFORE)
     for number in range(layers):
         block = f"block.{number:02}"
         names += [f"{block}.{name}" for name in IN_BLOCK] + [block]
-    return names + list(AFTER)
+    if not every_family:
+        return names + list(AFTER)
+    deepstack = [f"deepstack.{number}" for number in range(layers)]
+    return [*names, "final_norm", "merged", *PROJ_NORM, "proj_hidden", *deepstack, "projected"]
 
 
 def block_number(name: str) -> int | None:
@@ -58,15 +67,17 @@ def block_number(name: str) -> int | None:
 
 def stage_shape(name: str) -> str:
     """The letters of a stage's shape, such as "N,H,d"."""
+    if DEEPSTACK.fullmatch(name):
+        return "M,T"
     match = _BLOCK.fullmatch(name)
     if match is None:
-        return (BEFORE | AFTER)[name]
+        return (BEFORE | PROJ_NORM | AFTER)[name]
     return IN_BLOCK[match[2]] if match[2] else "N,D"
 
 
 def has_patch_rows(name: str) -> bool:
     """Whether the stage's first axis runs over patches, and so may be in raster or block order."""
-    return name not in MERGED
+    return name not in MERGED and not DEEPSTACK.fullmatch(name)
 
 
 class Selection:
@@ -90,7 +101,7 @@ class Selection:
 
     def check(self, layers: int) -> None:
         """`MoonvitError` for a pattern that fits no stage, or a block that is not there."""
-        known = stage_names(layers)
+        known = stage_names(layers, every_family=True)
         for pattern in self.stages:
             if not any(fnmatchcase(name, pattern) for name in known):
                 raise MoonvitError(

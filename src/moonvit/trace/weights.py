@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from moonvit.weights.checkpoint import LocalCheckpoint
+from moonvit.weights.index import Checkpoint
 
 
 class Float64Weights(Mapping[str, Tensor]):
@@ -17,7 +17,7 @@ class Float64Weights(Mapping[str, Tensor]):
         keep: bytes of converted tensors that are held; the least lately used go first.
     """
 
-    def __init__(self, checkpoint: LocalCheckpoint, keep: int = 2**30) -> None:
+    def __init__(self, checkpoint: Checkpoint, keep: int = 2**30) -> None:
         self._checkpoint = checkpoint
         self._keep = keep
         self._held: OrderedDict[str, Tensor] = OrderedDict()

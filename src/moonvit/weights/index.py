@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moonvit.configs.files import RULE_FILES, VIDEOS, find_rules, picture_rules
 from moonvit.errors import ConfigError, FetchError, WeightsError
 from moonvit.fields import JSON_LIMIT, Fields, parse_json, shown
 from moonvit.lazy import lazy
@@ -44,14 +45,14 @@ class StoredTensor:
     shard: str
     entry: TensorEntry
     mlx: bool
-    """Whether the file was written by MLX, which keeps convolutions channels-last."""
+    """Whether the file was written by MLX, which keeps convolutions of pictures and clips channels-last."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The released layout's shape."""
         shape = self.entry.shape
-        if self.mlx and len(shape) == 4 and shape[3] == 3 and shape[1] != 3:
-            return (shape[0], shape[3], shape[1], shape[2])
+        if self.mlx and len(shape) in (4, 5) and shape[-1] == 3 and shape[1] != 3:
+            return (shape[0], shape[-1], *shape[1:-1])
         return shape
 
 
@@ -109,14 +110,24 @@ class Checkpoint:
         return self._json("config.json")
 
     @lazy
+    def picture_rules(self) -> Fields:
+        """How pictures become pixels, from whichever file has it; see `moonvit.configs.files`."""
+        return picture_rules(self._json_if_there, self.where)
+
+    @lazy
+    def video_rules(self) -> Fields | None:
+        """The same for videos; None where the checkpoint has no rules of their own."""
+        return find_rules(self._json_if_there, self.where, VIDEOS)
+
+    @property
     def preprocessor(self) -> Mapping[str, Any]:
-        return self._json("preprocessor_config.json")
+        return self.picture_rules.values
 
     def json_files(self) -> dict[str, bytes]:
-        """The configuration files by name, those of videos only where there are any."""
-        video = "video_preprocessor_config.json"
-        wanted = ["config.json", "preprocessor_config.json"]
-        wanted += [video] if video in self.file_names() else []
+        """The configuration files by name; `ConfigError` without rules for pictures."""
+        assert self.picture_rules
+        there = self.file_names()
+        wanted = ["config.json", *(name for name in RULE_FILES if name in there)]
         return {name: self.small_file(name, JSON_LIMIT) for name in wanted}
 
     @lazy
@@ -137,13 +148,20 @@ class Checkpoint:
             return self._read_index(self._index_name)
         files = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
         if not files:
-            raise WeightsError(self.where, ["no *.safetensors.index.json and no *.safetensors file"])
+            fault = "no *.safetensors.index.json and no *.safetensors file"
+            mmproj = [name for name in names if name.endswith(".gguf")]
+            raise WeightsError(self.where, [fault], f"name the file: {mmproj[0]}" if mmproj else "")
         return self._names_in(files)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all vision tensors."""
         return sum(stored.entry.nbytes for stored in self.tensors.values())
+
+    @property
+    def stored_types(self) -> list[str]:
+        """The types in which the vision tensors lie."""
+        return sorted({stored.entry.dtype for stored in self.tensors.values()})
 
     def bytes_of(self, name: str) -> NDArray[np.uint8]:
         """A vision tensor's bytes as they lie in the file, by released name."""
@@ -154,7 +172,7 @@ class Checkpoint:
         """A vision tensor by released name, in the released layout and the stored type."""
         stored = self.tensors[name]
         tensor = as_tensor(self.bytes_of(name), stored.entry.dtype, stored.entry.shape)
-        return tensor.permute(0, 3, 1, 2).contiguous() if stored.shape != stored.entry.shape else tensor
+        return tensor.movedim(-1, 1).contiguous() if stored.shape != stored.entry.shape else tensor
 
     @lazy
     def _index_name(self) -> str | None:
@@ -219,6 +237,9 @@ class Checkpoint:
                 self.faults.append(f"{name}: named twice, the second time as {stored} in {shard}")
             else:
                 self.tensors[name] = StoredTensor(shard, header.tensors[stored], mlx)
+
+    def _json_if_there(self, name: str) -> Any:
+        return self._json(name) if name in self.file_names() else None
 
     def _json(self, name: str) -> Mapping[str, Any]:
         where = f"{self.where}/{name}"

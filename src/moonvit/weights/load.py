@@ -59,7 +59,7 @@ def _parts(name: str) -> list[str]:
     return [f"{before}.wqkv.{part}.{after}" for part in "qkv"] if fused else []
 
 
-def _read(checkpoint: Checkpoint, name: str, heads: int) -> Tensor:
+def read_released(checkpoint: Checkpoint, name: str, heads: int) -> Tensor:
     """The tensor in the released layout, joined where the checkpoint splits it."""
     parts = _parts(name)
     if name in checkpoint.tensors or not parts:
@@ -102,7 +102,7 @@ def load_weights(model: VisionModel, checkpoint: Checkpoint, dtype: torch.dtype)
     check_loadable(model, checkpoint)
     heads = model.config.num_heads
     names = expected_shapes(model)
-    state = {name: converted(name, _read(checkpoint, name, heads), dtype) for name in names}
+    state = {name: converted(name, read_released(checkpoint, name, heads), dtype) for name in names}
     model.load_state_dict(state, strict=True, assign=True)
 
 

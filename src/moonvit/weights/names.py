@@ -86,7 +86,12 @@ KIMI_VL = NameMap(
 )
 
 QWEN = NameMap(
-    {"visual.": "visual.", "model.visual.": "visual."},
+    {
+        "visual.": "visual.",
+        "model.visual.": "visual.",
+        "vision_tower.": "visual.",
+        "model.vision_tower.": "visual.",
+    },
     {
         name: f"visual.{name}"
         for name in ("patch_embed.", "pos_embed.", "blocks.", "merger.", "deepstack_merger_list.")
@@ -97,13 +102,14 @@ QWEN = NameMap(
 def canonical_names(names: Iterable[str], family: NameMap = KIMI_K3) -> dict[str, str]:
     """{name as stored: name as released} for the vision tensors among `names`; others are left out."""
     names = list(names)
-    found = {name: new for name in names if (new := _replaced(name, family.prefixes)) is not None}
+    found = {name: new for name in names if (new := replaced(name, family.prefixes)) is not None}
     if not found:
-        found = {name: new for name in names if (new := _replaced(name, family.bare_prefixes)) is not None}
-    return {name: _replaced(new, family.renamed) or new for name, new in found.items()}
+        found = {name: new for name in names if (new := replaced(name, family.bare_prefixes)) is not None}
+    return {name: replaced(new, family.renamed) or new for name, new in found.items()}
 
 
-def _replaced(name: str, prefixes: Mapping[str, str]) -> str | None:
+def replaced(name: str, prefixes: Mapping[str, str]) -> str | None:
+    """The name with the first prefix that fits replaced, or None."""
     for old, new in prefixes.items():
         if match := _pattern(old).match(name):
             return new.format(*match.groups()) + name[match.end() :]

@@ -1,4 +1,4 @@
-"""Where a model's files come from: a directory, the cache, or a hub."""
+"""Where a model's files come from: a directory, a mmproj file, the cache, or a hub."""
 
 import logging
 import os
@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from moonvit.configs.files import RULE_FILES
 from moonvit.errors import MoonvitError, OfflineError, WeightsError
 from moonvit.fields import JSON_LIMIT, Fields, parse_json, read_bytes
 from moonvit.lazy import lazy
+from moonvit.places import cache_root
 from moonvit.weights.checkpoint import LocalCheckpoint, directory_file
+from moonvit.weights.gguf import SUFFIX, GgufCheckpoint, is_gguf
 from moonvit.weights.hub import HubCheckpoint, HubRepo, is_commit, repo_file
 from moonvit.weights.index import Checkpoint
 from moonvit.weights.place import beside
@@ -21,15 +24,6 @@ log = logging.getLogger("moonvit")
 
 Reporter = Callable[[HubCheckpoint], Callable[[int], object]]
 """Given a checkpoint that is about to be fetched, what to call with the bytes that come."""
-
-
-def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Where fetched checkpoints are kept: `cache_dir`, MOONVIT_CACHE, or `moonvit` in HF_HOME."""
-    from huggingface_hub import constants
-
-    return Path(
-        cache_dir or os.environ.get("MOONVIT_CACHE") or Path(constants.HF_HOME) / "moonvit"
-    ).expanduser()
 
 
 def find_checkpoint(
@@ -41,7 +35,7 @@ def find_checkpoint(
     local_files_only: bool = False,
     report: Reporter | None = None,
 ) -> Path:
-    """The directory of a checkpoint: itself, or the vision half of a repository, fetched if need be.
+    """The directory or mmproj file of a checkpoint, or the vision half of a repository, fetched if need be.
 
     The cache keeps one directory a commit and remembers which commit a revision last stood for, so that
     it is found again offline. `WeightsError` where there is none.
@@ -91,21 +85,18 @@ def fetch_to(repo: HubRepo, target: Path, report: Reporter | None = None) -> Non
 
 
 def small_files(path_or_repo: str | os.PathLike[str], revision: str | None = None) -> dict[str, bytes]:
-    """The configs of a checkpoint that are there; of a repository, no tensor and no header is fetched.
-
-    `ConfigError` without a `preprocessor_config.json`.
-    """
+    """The configs of a checkpoint that are there; of a repository, no tensor and no header is fetched."""
     path = local_path(path_or_repo)
     name = str(path_or_repo)
     if path is None and (cached := _cached(cache_root() / ("models--" + name.replace("/", "--")), revision)):
         path = cached
-    found: dict[str, bytes] = {}
-    for file in ("preprocessor_config.json", "config.json"):
-        if path is not None and (file.startswith("pre") or (path / file).exists()):
-            found[file] = read_bytes(path / file, JSON_LIMIT)
-        elif path is None:
-            found[file] = HubRepo(name, revision).download(file, JSON_LIMIT)
-    return found
+    if path is not None and path.is_file():
+        return GgufCheckpoint(path).json_files()
+    wanted = ("config.json", *RULE_FILES)
+    if path is not None:
+        return {file: read_bytes(path / file, JSON_LIMIT) for file in wanted if (path / file).exists()}
+    repo = HubRepo(name, revision, None)
+    return {file: repo.download(file, JSON_LIMIT) for file in wanted if file in repo.files}
 
 
 class ConfigFiles:
@@ -114,6 +105,13 @@ class ConfigFiles:
     def __init__(self, path_or_repo: str | os.PathLike[str], revision: str | None = None) -> None:
         self.where = os.fspath(path_or_repo)
         self._directory = local_path(path_or_repo)
+        if self._directory is not None and self._directory.is_file():
+            raise WeightsError(
+                self.where, ["a mmproj file holds no tokenizer"], "give the directory of a checkpoint"
+            )
+        if self._directory is not None and self._directory.is_file():
+            fault = "is a mmproj file, which has no tokenizer"
+            raise WeightsError(self.where, [fault], "give the directory of the checkpoint")
         self._repo = HubRepo(self.where, revision)
 
     def file_names(self) -> list[str]:
@@ -139,21 +137,28 @@ def open_checkpoint(
     """The checkpoint where it lies, nothing fetched: headers and tensors are read as they are asked for."""
     path = local_path(path_or_repo)
     if path is not None:
-        return LocalCheckpoint(path)
+        return local_checkpoint(path)
     return HubCheckpoint(HubRepo(str(path_or_repo), revision, token))
 
 
+def local_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a directory or in a mmproj file."""
+    return GgufCheckpoint(path) if path.is_file() else LocalCheckpoint(path)
+
+
 def local_path(path_or_repo: str | os.PathLike[str]) -> Path | None:
-    """The directory, or None for what can only be a repository; `WeightsError` for what is neither."""
+    """The directory or mmproj file, or None for what can only be a repository; else `WeightsError`."""
     name = os.fspath(path_or_repo)
     try:
         path = Path(name).expanduser()
     except RuntimeError:  # ~nobody
         path = Path(name)
-    if path.is_dir():
+    if path.is_dir() or is_gguf(path):
         return path
     if path.exists():
         raise WeightsError(name, ["is a file"], "give the directory it lies in")
+    if path.suffix.lower() == SUFFIX:
+        raise WeightsError(name, ["no such file"])
     if not _is_repo_name(name):
         raise WeightsError(name, ["no such directory"], "give a directory, or a repository as org/name")
     return None

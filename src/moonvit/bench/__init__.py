@@ -1,0 +1,1 @@
+"""How fast a tower runs here, beside the rate at which this machine multiplies matrices."""

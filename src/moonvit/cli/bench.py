@@ -1,0 +1,112 @@
+"""`moonvit bench`."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from moonvit._version import __version__
+from moonvit.bench.plot import plot
+from moonvit.bench.report import Row, as_document, as_text
+from moonvit.bench.run import benchmark, of_encoder
+from moonvit.cli import options
+from moonvit.cli.doctor import kernel_features
+from moonvit.encoder import Encoder
+from moonvit.weights.source import find_checkpoint
+
+
+def numbers(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
+    """`224,448` as [224, 448]."""
+    parts = value.split(",")
+    if not all(part.strip().isascii() and part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{value!r} is no list of sides in pixels, such as 224,448")
+    return [int(part) for part in parts]
+
+
+@click.command("bench")
+@options.model
+@options.revision
+@click.option(
+    "--sizes", default="224,448", show_default=True, callback=numbers, help="Sides of square pictures."
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    type=click.Choice(["bfloat16", "float16", "float32", "float64"]),
+    multiple=True,
+    default=["bfloat16"],
+    show_default=True,
+    help="Can be given several times.",
+)
+@click.option(
+    "--backend",
+    "backends",
+    type=click.Choice(["auto", "eager", "compiled", "native"]),
+    multiple=True,
+    default=["auto"],
+    show_default=True,
+    help="Can be given several times.",
+)
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Timed runs of each.")
+@options.device
+@options.threads
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write all as JSON.")
+@click.option("--plot", "picture", type=click.Path(path_type=Path, dir_okay=False), help="Write an SVG.")
+@options.output_format("human", "json", "quiet")
+def command(
+    model: str,
+    revision: str | None,
+    sizes: list[int],
+    dtypes: tuple[str, ...],
+    backends: tuple[str, ...],
+    rounds: int,
+    device: str,
+    threads: int | None,
+    output: Path | None,
+    picture: Path | None,
+    kind: str,
+) -> None:
+    """Time the tower on square pictures, beside this machine's own matrix product.
+
+    All backends and dtypes take turns, round after round, with PyTorch's product of one of the tower's matrices, so that
+    "of ceiling" is the part of the machine's rate that was reached. The table has the medians; the spread is
+    from the slowest to the fastest run.
+    """
+    options.use_threads(threads)
+    directory = str(find_checkpoint(model, revision=revision))
+    contenders = [
+        of_encoder(
+            f"moonvit {backend} {dtype}",
+            Encoder.from_pretrained(directory, dtype=dtype, device=device, backend=backend),
+        )
+        for dtype in dtypes
+        for backend in backends
+    ]
+    rows: list[Row] = []
+    for row in benchmark(contenders, sizes, rounds):
+        rows.append(row)
+        if kind == "human":
+            click.echo(f"{row.name} at {row.side}: {row.timing.median:.4f} s", err=True)
+    document = as_document(rows, machine())
+    if output is not None:
+        output.write_text(json.dumps(document, indent=2) + "\n")
+    if picture is not None:
+        picture.write_text(plot(rows))
+    if kind == "json":
+        click.echo(json.dumps(document, indent=2))
+    elif kind == "human":
+        click.echo(as_text(rows))
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "moonvit": __version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "features": kernel_features(),
+    }

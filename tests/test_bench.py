@@ -1,0 +1,134 @@
+"""The benchmark's counting and arithmetic; how long anything takes is not tested."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from conftest import TINY
+from moonvit.bench.measure import Timing, in_turns, peak_rise
+from moonvit.bench.plot import plot
+from moonvit.bench.report import Row, as_document, as_text, growth
+from moonvit.bench.work import Work, matrix_product, square_grid, work_of
+from moonvit.cli.bench import command
+from moonvit.threads import usable_cores
+
+
+def rows_of(seconds) -> list[Row]:
+    """Rows of a machine on which N patches take `seconds(N)`."""
+    return [
+        Row("x bfloat16", 14 * n, Work(n * n, n * n, n**4), Timing((seconds(n * n),) * 3), 1e9)
+        for n in (8, 16, 32, 64)
+    ]
+
+
+def test_turns_are_taken_in_order_after_one_untimed_run_each():
+    calls = []
+    timings = in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2)
+    assert calls == ["a", "b", "a", "b", "a", "b"]
+    assert [len(timing.seconds) for timing in timings.values()] == [2, 2]
+    with pytest.raises(ValueError, match="rounds is 0"):
+        in_turns({}, 0)
+
+
+def test_median_and_spread():
+    assert Timing((3.0, 1.0, 2.0)).median == 2
+    assert Timing((3.0, 1.0, 2.0)).spread == 1
+
+
+def test_growth_finds_both_parts():
+    (found,) = growth(rows_of(lambda n: 3e-4 * n + 5e-8 * n**2))
+    assert found.linear == pytest.approx(3e-4, rel=1e-9)
+    assert found.quadratic == pytest.approx(5e-8, rel=1e-9)
+    assert found.share(4096) == pytest.approx(5e-8 * 4096 / (3e-4 + 5e-8 * 4096))
+
+
+def test_growth_has_no_negative_part():
+    (found,) = growth(rows_of(lambda n: n**0.5))
+    assert (found.linear, found.quadratic) == (pytest.approx(found.linear), 0)
+    (found,) = growth(rows_of(lambda n: n**2.5))
+    assert found.linear == 0
+    assert found.quadratic > 0
+    assert growth(rows_of(float)[:1]) == []
+
+
+def test_work_is_what_the_formulas_say(encoder):
+    config = encoder.config
+    n = 6 * 10
+    work = work_of(encoder, (1, 6, 10))
+    d, q, f = config.hidden_size, config.qkv_hidden_size, config.intermediate_size
+    block = 3 * d * q + q * d + 2 * d * f
+    projector = config.merged_size**2 + config.merged_size * config.text_hidden_size
+    assert work.linear == 2 * (n * (3 * 14 * 14 * d + config.num_layers * block) + n // 4 * projector)
+    assert work.quadratic == 4 * config.num_layers * n * n * q
+    assert (work.patches, work.total) == (n, work.linear + work.quadratic)
+
+
+def test_the_ceiling_multiplies_one_of_the_towers_matrices(encoder):
+    product, operations = matrix_product(encoder, 12)
+    result = product()
+    assert result.dtype == encoder.dtype
+    width = encoder.config.merged_size
+    assert operations == 2 * result.shape[0] * result.shape[1] * width
+    assert square_grid(encoder, 449) == (1, 34, 34)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak of a run")
+def test_peak_is_what_the_run_held():
+    assert 60e6 < peak_rise(lambda: torch.ones(16_000_000)) < 80e6
+
+
+def test_text_document_and_plot_agree():
+    rows = rows_of(lambda n: 3e-4 * n + 5e-8 * n**2)
+    text, document = as_text(rows), as_document(rows, {"threads": 2})
+    assert "300.0 us a patch, 50.00 ns a pair of them" in text
+    first = document["rows"][0]
+    assert first["of_ceiling"] == pytest.approx(first["rate"] / first["ceiling"])
+    assert first["rate"] == pytest.approx((first["linear"] + first["quadratic"]) / first["median"])
+    picture = ElementTree.fromstring(plot(rows))
+    dots = [e for e in picture.iter("{http://www.w3.org/2000/svg}circle") if e.get("cx") and len(e)]
+    assert len(dots) == len(rows)
+    heights = [float(dot.get("cy")) for dot in dots]
+    assert heights == sorted(heights, reverse=True)
+
+
+def test_command_line(tmp_path):
+    output, picture = tmp_path / "b.json", tmp_path / "b.svg"
+    arguments = ["--model", str(TINY), "--sizes", "28,56", "--dtype", "float32", "--dtype", "bfloat16"]
+    done = CliRunner().invoke(
+        command, [*arguments, "--rounds", "1", "-o", str(output), "--plot", str(picture)]
+    )
+    assert done.exit_code == 0, done.output
+    document = json.loads(output.read_text())
+    assert [(row["side"], row["patches"]) for row in document["rows"]] == [(28, 4)] * 2 + [(56, 16)] * 2
+    assert len(document["growth"]) == 2
+    assert all(row["median"] > 0 and row["ceiling"] > 0 for row in document["rows"])
+    assert "of ceiling" in done.output
+    ElementTree.fromstring(picture.read_text())
+    wrong = CliRunner().invoke(command, ["--model", str(TINY), "--sizes", "224;448"])
+    assert wrong.exit_code == 2
+    assert "list of sides in pixels" in wrong.output
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "nonsense"}, None),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+    ],
+)
+def test_a_containers_quota_bounds_the_threads(tmp_path, monkeypatch, files, expected):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text + "\n")
+    assert usable_cores(tmp_path) == (expected or 64)
