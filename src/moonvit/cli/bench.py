@@ -71,9 +71,9 @@ def command(
 ) -> None:
     """Time the tower on square pictures, beside this machine's own matrix product.
 
-    All backends and dtypes take turns, round after round, with PyTorch's product of one of the tower's matrices, so that
-    "of ceiling" is the part of the machine's rate that was reached. The table has the medians; the spread is
-    from the slowest to the fastest run.
+    All backends and dtypes take turns, round after round, with PyTorch's product of one of the tower's
+    matrices, so that "of ceiling" is the part of the machine's rate that was reached. The table has the
+    medians; the spread is from the slowest to the fastest run.
     """
     options.use_threads(threads)
     directory = str(find_checkpoint(model, revision=revision))
