@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import os
+import stat
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import parity_helpers as helpers
 from moonvit.encoder import Encoder
-from moonvit.errors import PromptError
+from moonvit.errors import MoonvitError, PromptError
 from moonvit.payloads import sglang_image, vllm_images, vllm_prompt
 from moonvit.prompt.embeds import PromptEmbeds
 from prompt_helpers import PHOTO, WIDE, build, run, write_tokenizer
@@ -119,6 +121,42 @@ def test_payloads_refused_before_any_work(
     assert isinstance(done.exception, PromptError)
     assert message in str(done.exception)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("payload", ["safetensors", "vllm-prompt", "sglang"])
+def test_where_nothing_can_be_written(payload, k3_text, tmp_path, monkeypatch):
+    """A device or pipe is not replaced by a file, and the tower is not loaded in vain."""
+    monkeypatch.setattr(Encoder, "from_pretrained", None)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    for name, message in (
+        ("pipe", "is no regular file"),
+        ("file/out", "is no directory"),
+        ("a" * 300, "cannot be written"),
+        ("link", "cannot be written"),
+    ):
+        done = run(k3_text, "Hi", PHOTO, "-o", tmp_path / name, "--payload", payload)
+        assert isinstance(done.exception, MoonvitError), (name, done.output)
+        assert message in str(done.exception)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    done = run(k3_text, "Hi", PHOTO, "-o", tmp_path / "out", "--payload", payload)
+    assert "no permission in" in str(done.exception)
+    own = k3_text / "tiktoken.model"
+    before = own.read_bytes()
+    done = run(k3_text, "Hi", PHOTO, "-o", own, "--payload", payload)
+    assert done.exit_code == 2
+    assert "is a file of the checkpoint" in done.output
+    assert own.read_bytes() == before
+
+
+@pytest.mark.parametrize("payload", ["safetensors", "vllm-prompt", "sglang"])
+def test_missing_directories_are_made(payload, k3_text, tmp_path):
+    output = tmp_path / "a" / "b" / "out"
+    for _ in range(2):  # the second time over the first
+        assert run(k3_text, "Hi", PHOTO, "-o", output, "--payload", payload).exit_code == 0
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
 
 
 def test_shapes_are_checked_before_writing(qwen_text):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moonvit.payloads.shapes import check_payload, check_pictures, check_whole, with_deepstack
 from moonvit.prompt.embeds import PromptEmbeds
-from moonvit.weights.place import beside
+from moonvit.weights.place import new_file
 
 
 def vllm_prompt(embeds: PromptEmbeds) -> dict[str, Any]:
@@ -69,9 +69,5 @@ def as_base64(tensor: Tensor) -> str:
 
 
 def _write(document: Any, path: Path) -> None:
-    partial = beside(path.resolve())
-    try:
+    with new_file(path) as partial:
         partial.write_text(json.dumps(document))
-        partial.replace(path.resolve())
-    finally:
-        partial.unlink(missing_ok=True)
