@@ -13,6 +13,8 @@ import torch
 
 from conftest import DATA
 from moonvit.prompt import FORMS, Chunk, Image, PromptFormat, ToolCall, Turn, Video
+from moonvit.prompt.kimi_k3 import kimi_k3
+from moonvit.prompt.pieces import Choices
 from moonvit.prompt.vocabulary import KIMI_PATTERN
 from moonvit.prompt.vocabulary import _pieces as pieces_of
 from prompt_helpers import (
@@ -138,6 +140,12 @@ K3_TALKS = {
         Turn("tool", ("third",), tool_call_id="c"),
         Turn("user", ("So?",)),
     ],
+    "one result names no call": [
+        Turn("assistant", (), tool_calls=(ToolCall("one", {}, "a"), ToolCall("two", {}, "b"))),
+        Turn("tool", ("2",), tool_call_id="b"),
+        Turn("tool", ("1",), name="stale", tool_call_id="a"),
+        Turn("tool", ("0",), name="three", tool_call_id="c"),
+    ],
     "results in order": [
         Turn("assistant", (), tool_calls=(ToolCall("one", {}), ToolCall("two", {}))),
         Turn("tool", ("1",)),
@@ -155,6 +163,21 @@ def test_k3_is_its_own_encoding(talk, thinking, generation, formats):
     prompt = formats["kimi_k3"].encode(turns, thinking=thinking, add_generation_prompt=generation)
     expected = k3_ids(turns, formats["kimi_k3"], thinking=thinking, add_generation_prompt=generation)
     assert list(prompt.ids) == expected
+
+
+def test_k3_as_its_released_tokenizer_encodes_it(formats):
+    """Ids that the released tokenizer made of its own encoding, as SMG's tests record them (smg-project/smg,
+    `k3_render_ids_fixtures.json`, case punctuation_attribute_value), as the pieces they stand for."""
+    prompt = formats["kimi_k3"].encode([Turn("user", ("Hi",), name=".hidden")], thinking_effort=None)
+    assert prompt.text == (
+        '<|open|>message role="user" name=".hidden"<|sep|>Hi<|close|>message<|sep|><|end_of_msg|>'
+        '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>'
+    )
+    pieces = kimi_k3([Turn("user", ("Hi",), name=".hidden")], Choices(thinking_effort=None))
+    written = [getattr(piece, "literal", piece) for piece in pieces]
+    assert written[:11] == [
+        "<|open|>", "message", " role", '="', "user", '"', " name", '="', ".hidden", '"', "<|sep|>"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("effort", ["low", "medium", "high", "max", None])
