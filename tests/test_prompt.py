@@ -134,6 +134,7 @@ def test_expansion_of_single_pads(family, formats):
         ([4, 5], "slot 0 has 3 pads, its embeddings 4 rows"),
         ([2, 7], "slot 1 has 1 pads, its embeddings 7 rows"),
         ([], "9 pads, but embeddings of 0 rows"),
+        ([0, 3, 6], "slot 0 has 3 pads, its embeddings 0 rows"),
     ],
 )
 def test_wrong_counts_name_both_numbers(counts, message, formats):
@@ -204,6 +205,12 @@ def test_ids_are_checked_against_the_config(family):
         open_format(family, {"text_config": {"vocab_size": 9}})
     with pytest.raises(ConfigError, match="'vocab_size' is 9"):
         open_format(family, {"vocab_size": 9})
+    highest = max(right.vocabulary.marks[literal] for literal in FORMS[family].needed)
+    assert open_format(family, {"vocab_size": highest + 1}).size == highest + 1
+    with pytest.raises(
+        ConfigError, match=f"'vocab_size' is {highest}, but the tokenizer has .* at {highest}"
+    ):
+        open_format(family, {"vocab_size": highest})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

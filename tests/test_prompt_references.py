@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +141,13 @@ K3_TALKS = {
         Turn("tool", ("third",), tool_call_id="c"),
         Turn("user", ("So?",)),
     ],
+    "two rounds of calls": [
+        Turn("assistant", (), tool_calls=(ToolCall("one", {}), ToolCall("two", {}))),
+        Turn("tool", ("1",)),
+        Turn("tool", ("2",)),
+        Turn("assistant", (), tool_calls=(ToolCall("three", {}),)),
+        Turn("tool", ("3",)),
+    ],
     "one result names no call": [
         Turn("assistant", (), tool_calls=(ToolCall("one", {}, "a"), ToolCall("two", {}, "b"))),
         Turn("tool", ("2",), tool_call_id="b"),
@@ -224,6 +232,13 @@ def test_long_runs_are_cut_as_published(text):
     name = "_split_whitespaces_or_nonwhitespaces"
     expected = [piece for piece in k3_tokenization(name)[name](text, 25_000) if piece]
     assert list(pieces_of(text)) == expected
+
+
+def test_long_text_is_cut_as_published():
+    name = "_split_whitespaces_or_nonwhitespaces"
+    source = Path(k3_tokenization(name)[name].__code__.co_filename).read_text()
+    limit = int(re.search(r"TIKTOKEN_MAX_ENCODE_CHARS = ([\d_]+)", source)[1])
+    assert [len(piece) for piece in pieces_of("ab " * 150_000)] == [limit, 450_000 - limit]
 
 
 def rendered(turns: list[Turn], template: str, **how: Any) -> str:

@@ -11,7 +11,8 @@ from moonvit.prompt.expand import cut, expand_ids, expand_text, runs, whole_numb
 from moonvit.prompt.forms import FORMS
 from moonvit.prompt.parts import Kind, Prompt, Slot, Turn, check_turns
 from moonvit.prompt.pieces import Choices, Mark, Pads, Piece, joined
-from moonvit.prompt.vocabulary import Files, Vocabulary, open_vocabulary
+from moonvit.prompt.vocabulary import Vocabulary, open_vocabulary
+from moonvit.weights.small import SmallFiles
 
 
 class PromptFormat:
@@ -44,7 +45,7 @@ class PromptFormat:
         self._pads = frozenset(vocabulary.marks[literal] for literal in self._form.pads.values())
 
     @classmethod
-    def open(cls, checkpoint: Files | str | os.PathLike[str], family: str | None = None) -> Self:
+    def open(cls, checkpoint: SmallFiles | str | os.PathLike[str], family: str | None = None) -> Self:
         """The format of a checkpoint; of one named here only config and tokenizer files are read.
 
         Args:
@@ -57,9 +58,9 @@ class PromptFormat:
             PromptError: for an unknown family.
         """
         if isinstance(checkpoint, str | os.PathLike):
-            from moonvit.weights.source import ConfigFiles
+            from moonvit.weights.source import config_files
 
-            checkpoint = ConfigFiles(checkpoint)
+            checkpoint = config_files(checkpoint)
         where = f"{checkpoint.where}/config.json"
         if family is None:
             from moonvit.families import family_of
@@ -237,7 +238,7 @@ class PromptFormat:
         self._marked = frozenset(marks.values())
 
 
-def _generation_ends(files: Files) -> frozenset[int]:
+def _generation_ends(files: SmallFiles) -> frozenset[int]:
     """`eos_token_id` of `generation_config.json`, one or a list."""
     if "generation_config.json" not in files.file_names():
         return frozenset()

@@ -10,10 +10,11 @@ from base64 import b64decode
 from binascii import Error as Base64Error
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from moonvit.errors import ConfigError, MoonvitError, TokenizerError
 from moonvit.fields import JSON_LIMIT, Fields, parse_json, shown
+from moonvit.weights.small import SmallFiles
 
 TOKENIZER_LIMIT = 64 * 2**20
 """Bytes of a tokenizer file."""
@@ -40,17 +41,6 @@ KIMI_PATTERN = "|".join(
 """How Kimi's tokenizers split text; source: `tokenization_kimi.py` of the released checkpoints."""
 
 
-class Files(Protocol):
-    """A checkpoint as far as its small files go, such as `moonvit.weights.index.Checkpoint`."""
-
-    where: str
-
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-    def file_names(self) -> list[str]: ...
-    def small_file(self, name: str, limit: int) -> bytes: ...
-
-
 class Vocabulary(Protocol):
     """What prompts need of a tokenizer.
 
@@ -73,9 +63,13 @@ class Vocabulary(Protocol):
         ...
 
 
-def open_vocabulary(files: Files) -> Vocabulary:
+def open_vocabulary(files: SmallFiles) -> Vocabulary:
     """The tokenizer of a checkpoint; `TokenizerError` where there is none or it is broken."""
     names = files.file_names()
+    if files.where.lower().endswith(".gguf"):
+        raise TokenizerError(
+            f"{files.where}: is a mmproj file, which has no tokenizer", "give the directory of the checkpoint"
+        )
     if "tiktoken.model" in names:
         return TiktokenVocabulary(files, names)
     if "tokenizer.json" in names:
@@ -89,7 +83,7 @@ def open_vocabulary(files: Files) -> Vocabulary:
 class TiktokenVocabulary:
     """A Kimi tokenizer: ranks in `tiktoken.model`, markers in `tokenizer_config.json`."""
 
-    def __init__(self, files: Files, names: Sequence[str]) -> None:
+    def __init__(self, files: SmallFiles, names: Sequence[str]) -> None:
         try:
             import tiktoken
         except ImportError as error:
@@ -122,7 +116,7 @@ class TiktokenVocabulary:
 class JsonVocabulary:
     """A `tokenizer.json`; a second copy without its added tokens encodes ordinary text."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: SmallFiles) -> None:
         try:
             import tokenizers
         except ImportError as error:
@@ -149,7 +143,7 @@ class JsonVocabulary:
         return str(self._model.decode(list(ids), skip_special_tokens=False))
 
 
-def _read(files: Files, name: str) -> bytes:
+def _read(files: SmallFiles, name: str) -> bytes:
     try:
         return files.small_file(name, TOKENIZER_LIMIT)
     except ConfigError as error:
@@ -182,7 +176,7 @@ def _ranks(data: bytes, where: str) -> dict[bytes, int]:
     return ranks
 
 
-def _added_tokens(files: Files) -> dict[int, str]:
+def _added_tokens(files: SmallFiles) -> dict[int, str]:
     """{id: literal} of `added_tokens_decoder`."""
     where = f"{files.where}/tokenizer_config.json"
     config = Fields(parse_json(files.small_file("tokenizer_config.json", JSON_LIMIT), where), where)
