@@ -5,6 +5,7 @@ import io
 import json
 import os
 import stat
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,7 +98,11 @@ def test_kimi_vl_in_sglang(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, TABLE: torch.randn(600, 40)}, tmp_path / "model.safetensors")
     _, _, embeds = build(tmp_path, [PHOTO, WIDE])
-    assert sglang_image(embeds)["image_grid_hws"].shape == (2, 2)
+    assert sglang_image(embeds)["image_grid_hws"].tolist() == embeds.grids[:, 1:].tolist()
+    assert embeds.grids[:, 0].tolist() == [1, 1]
+    coarse = PromptEmbeds(**{**vars(embeds), "merge_size": 1})
+    with pytest.raises(PromptError, match="picture 0: .* its grid"):
+        sglang_image(coarse)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +182,10 @@ def test_shapes_are_checked_before_writing(qwen_text):
         sglang_image(spoiled(deepstack=[[level[0][:, :7], level[1]] for level in embeds.deepstack]))
     with pytest.raises(PromptError, match=r"inputs_embeds is \[.*\], the prompt has .* ids"):
         sglang_image(spoiled(inputs_embeds=embeds.inputs_embeds[1:]))
+    slot = replace(embeds.prompt.slots[1], start=len(embeds.prompt.ids) - 1)
+    beyond = replace(embeds.prompt, slots=(embeds.prompt.slots[0], slot))
+    with pytest.raises(PromptError, match=f"slots lie beyond the {len(embeds.prompt.ids)} ids"):
+        sglang_image(spoiled(prompt=beyond))
     with pytest.raises(PromptError, match="inputs_embeds is not finite"):
         sglang_image(spoiled(inputs_embeds=embeds.inputs_embeds / 0))
     with pytest.raises(PromptError, match="expected a floating type"):

@@ -188,6 +188,39 @@ def test_k3_as_its_released_tokenizer_encodes_it(formats):
     ]  # fmt: skip
 
 
+def test_k3_tools_as_its_released_tokenizer_writes_them(formats):
+    """The text of the same file's case tool_call_round_trip."""
+    weather = {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+    turns = [
+        Turn("user", ("weather in Paris?",)),
+        Turn("assistant", ("",), tool_calls=(ToolCall("get_weather", '{"city": "Paris"}', "call_1"),)),
+        Turn("tool", ("sunny <|open|>x<|sep|>",), tool_call_id="call_1"),
+    ]
+    prompt = formats["kimi_k3"].encode(turns, tools=[{"type": "function", "function": weather}])
+    assert prompt.text == (
+        '<|open|>message role="system" type="tool-declare"<|sep|># Tools\n'
+        "Here are the available tools, described in JSONSchema.\n\n```json\n"
+        '[{"function":{"name":"get_weather","parameters":{"properties":{"city":{"type":"string"}},'
+        '"type":"object"}},"type":"function"}]\n```<|close|>message<|sep|><|end_of_msg|>'
+        '<|open|>message role="system" type="thinking-effort"<|sep|>`thinking_effort` guides on how much to '
+        "think in your thinking channel (not including the response channel), supported values include "
+        "`low`, `medium`, `high`, and `max`.\nNow the system is invoked with `thinking_effort=max`."
+        "<|close|>message<|sep|><|end_of_msg|>"
+        '<|open|>message role="user"<|sep|>weather in Paris?<|close|>message<|sep|><|end_of_msg|>'
+        '<|open|>message role="assistant"<|sep|><|open|>think<|sep|><|close|>think<|sep|>'
+        "<|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>"
+        '<|open|>call tool="get_weather" index="1"<|sep|>'
+        '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>"
+        '<|open|>message role="tool" tool="get_weather" index="1"<|sep|>sunny <|open|>x<|sep|>'
+        "<|close|>message<|sep|><|end_of_msg|>"
+        '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>'
+    )
+
+
 @pytest.mark.parametrize("effort", ["low", "medium", "high", "max", None])
 def test_k3_effort_and_tools(effort, formats):
     tools = [{"type": "function", "function": {"name": "f", "description": HOSTILE, "b": [{"z": 1, "a": 2}]}}]

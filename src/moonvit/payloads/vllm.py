@@ -1,9 +1,10 @@
 """Payloads for vLLM's OpenAI-compatible server.
 
 Sources (vLLM main, read in December 2026): `tensor2base64` in `vllm/utils/serial_utils.py`,
-`safe_load_prompt_embeds` in `vllm/renderers/embed_utils.py`, `docs/features/prompt_embeds.md` and
-`docs/features/multimodal_inputs.md`, `_merge_embeds` in `vllm/entrypoints/chat_utils.py`, and the split of
-DeepStack columns in `vllm/model_executor/models/qwen3_vl.py`.
+`safe_load_prompt_embeds` in `vllm/frontend/processing/renderers/embed_utils.py`,
+`docs/features/prompt_embeds.md` and `docs/features/multimodal_inputs.md`, `_merge_embeds` in
+`vllm/entrypoints/chat_utils.py`, and the split of DeepStack columns in
+`vllm/model_executor/models/qwen3_vl.py`.
 """
 
 import json
