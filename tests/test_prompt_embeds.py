@@ -15,7 +15,7 @@ from moonvit.encoder import Encoder
 from moonvit.errors import ConfigError, ImageError, MoonvitError, PromptError, TokenizerError, WeightsError
 from moonvit.payloads import write_plain
 from moonvit.prompt import Chunk, Image, PromptFormat, Turn, Video
-from moonvit.prompt.embeds import PromptBuilder, encode_media, question
+from moonvit.prompt.embeds import PromptBuilder, encode_media, is_video, question
 from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.hub import HubCheckpoint, HubRepo
 from moonvit.weights.rows import embedding_rows, embedding_table
@@ -158,6 +158,13 @@ def test_videos(family, qwen_text, tmp_path):
             assert f"{chunk.timestamp}<|vision_start|><|video_pad|>" in embeds.prompt.text
     assert embeds.grids[1:].tolist() == [list(chunk.grid) for chunk in chunks]
     assert builder.plan([PHOTO, str(clip)])[1] is None
+
+
+def test_what_is_a_video():
+    assert is_video("a/clip.MP4")
+    assert not is_video("clip.mp4.jpg")
+    assert not is_video("data:image/png;base64,AAAA/x.mp4")
+    assert not is_video("DATA:,clip.webm")
 
 
 def test_k3_takes_videos_on_request(k3_text, tmp_path, monkeypatch):
