@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+# One backend whatever the machine; tests of the others name them.
+os.environ.setdefault("MOONVIT_BACKEND", "eager")
 
 import torch
 from safetensors.torch import load_file

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from moonvit.backends import choose, set_backend
 from moonvit.clips import VideoChunk, video_chunks
 from moonvit.config import TowerConfig
 from moonvit.errors import MoonvitError
@@ -42,6 +43,7 @@ class Encoder:
         processor: pictures to `PixelBatch`.
         config: geometry, with the norm epsilon in use (`config.norm_eps`).
         checkpoint: where the weights came from, or None.
+        backend: how it is run, "eager", "compiled" or "native"; see `optimize`.
         tap: receives every stage of `embed` by name; see `moonvit.trace.record`.
     """
 
@@ -51,6 +53,7 @@ class Encoder:
         self.model = model
         self.processor = processor
         self.checkpoint = checkpoint
+        self.backend = "eager"
         self.tap: Tap = no_tap
 
     @classmethod
@@ -61,6 +64,7 @@ class Encoder:
         dtype: str | torch.dtype = "bfloat16",
         device: str | torch.device = "cpu",
         norm_eps: float | None = None,
+        backend: str = "auto",
         revision: str | None = None,
         token: str | bool | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -78,6 +82,7 @@ class Encoder:
             device: where the model runs.
             norm_eps: epsilon of the tower's norms, which no checkpoint stores; None is the family's: for K3
                 2^-23, float32's own.
+            backend: "auto", "eager", "compiled" or "native"; see `optimize`.
             revision: branch, tag or commit of the repository.
             token: for the hub: a string, True for the saved one, False for none.
             cache_dir: where fetched checkpoints are kept; MOONVIT_CACHE, or `moonvit` in HF_HOME.
@@ -105,7 +110,26 @@ class Encoder:
             config = config.with_norm_eps(norm_eps)
         model = family.empty_model(config, projector=not tower_only(checkpoint))
         load_weights(model, checkpoint, dtype)
-        return cls(model.to(device).eval(), family.processor(pixels, limits), checkpoint)
+        encoder = cls(model.to(device).eval(), family.processor(pixels, limits), checkpoint)
+        return encoder.optimize(backend)
+
+    def optimize(self, backend: str = "auto") -> Self:
+        """Run the model as fast as this machine can, or as asked.
+
+        Weights, names and gradients stay as they are: a pass that records stages or needs gradients runs in
+        plain PyTorch whatever the backend.
+
+        Args:
+            backend: "eager" is plain PyTorch. "native" uses kernels in C++ (bfloat16 and float32, on a CPU
+                with AVX-512 bfloat16 products), compiled once into the cache. "compiled" has PyTorch compile
+                the blocks at the first pass. "auto" is native where it can run, else eager.
+
+        Returns:
+            The encoder itself. What cannot run here is replaced by "eager" and logged; `backend` tells.
+        """
+        self.backend = choose(backend, self.device, self.dtype)
+        set_backend(self.model, self.backend)
+        return self
 
     @property
     def family(self) -> str:

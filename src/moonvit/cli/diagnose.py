@@ -69,7 +69,7 @@ def command(
     The pixels are made from IMG or --pattern, or taken from --ref, or else from MINE itself, and then they
     are not judged. `projected` and block outputs are enough. The exit code is 1 unless MINE is right.
     """
-    encoder = Encoder.from_pretrained(model, norm_eps=norm_eps)
+    encoder = Encoder.from_pretrained(model, norm_eps=norm_eps, backend="eager")
     known_tower(encoder, "diagnose")
     dump = Dump(mine, parse_renames(maps))
     given = given_pictures(encoder, images, **picture)

@@ -15,8 +15,8 @@ from PIL import features
 
 from moonvit._version import __version__
 from moonvit.cli import options
+from moonvit.places import cache_root
 from moonvit.threads import usable_cores
-from moonvit.weights.source import cache_root
 
 _CODECS = ("jpg", "jpg_2000", "webp", "avif", "libtiff", "zlib")
 

@@ -86,6 +86,7 @@ class Job:
 @options.norm_eps
 @options.device
 @options.threads
+@options.backend
 @options.max_tokens
 @options.max_pixels
 @options.max_bytes
@@ -109,6 +110,7 @@ def command(
     norm_eps: float | None,
     device: str,
     threads: int | None,
+    backend: str,
     max_tokens: int | None,
     max_pixels: int | None,
     max_bytes: int | None,
@@ -133,6 +135,7 @@ def command(
         dtype=dtype,
         device=device,
         norm_eps=norm_eps,
+        backend=backend,
         limits=limits,
         report=fetch_bar,
     )
@@ -249,6 +252,7 @@ def _write_tables(job: Job, writer: SafetensorsWriter, how: dict[str, Any]) -> N
         family=encoder.family,
         norm_eps=repr(encoder.config.norm_eps),
         dtype=str(encoder.dtype).removeprefix("torch."),
+        backend=encoder.backend,
         version=__version__,
         **{key: json.dumps(value) for key, value in how.items()},
     )
@@ -261,6 +265,7 @@ def _report(job: Job, seconds: dict[str, float], output: Path | None, kind: str)
             "failures": [{"source": source, "error": error} for source, error in job.failures],
             "norm_eps": job.encoder.config.norm_eps,
             "dtype": str(job.encoder.dtype).removeprefix("torch."),
+            "backend": job.encoder.backend,
             "seconds": {key: round(value, 4) for key, value in seconds.items()},
             "output": str(output) if output else None,
         }

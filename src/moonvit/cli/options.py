@@ -54,6 +54,13 @@ threads = click.option(
     metavar="N",
     help="Processors to use. [default: those that the process may use, a container's quota included]",
 )
+backend = click.option(
+    "--backend",
+    type=click.Choice(["auto", "eager", "compiled", "native"]),
+    default="auto",
+    show_default=True,
+    help="How the model is run: plain PyTorch, compiled by it, or native kernels.",
+)
 preset = click.option(
     "--preset", type=click.Choice(PRESETS), default="full", show_default=True, help="Geometry; full is K3's."
 )

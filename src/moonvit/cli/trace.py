@@ -63,7 +63,7 @@ def command(
     """
     globs = [glob.strip() for glob in stages.split(",")]
     selection = Selection(globs, parse_layers(layers) if layers else None)
-    encoder = Encoder.from_pretrained(model, dtype=dtype, device=device, norm_eps=norm_eps)
+    encoder = Encoder.from_pretrained(model, dtype=dtype, device=device, norm_eps=norm_eps, backend="eager")
     given = given_pictures(encoder, images, **picture)
     if given is None:
         raise click.UsageError("give a picture or --pattern")

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moonvit.config import ROPE_THETA, VisionConfig
-from moonvit.ops.attention import segment_attention
 from moonvit.ops.grid import Grid, lengths
 from moonvit.ops.merging import merge_cells
 from moonvit.ops.positions import grid_positions
-from moonvit.ops.rotary import rope_table, rotate_pairs
+from moonvit.ops.rotary import rope_table
+from moonvit.towers import fused
+from moonvit.towers.attend import rotary_attention, runs_native
 from moonvit.towers.base import Tap, no_tap, prefixed, table_dtype
 from moonvit.towers.inputs import checked_kimi_grids
 
@@ -79,6 +80,8 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to its input."""
 
+    backend = "eager"
+
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -92,11 +95,10 @@ class Block(nn.Module):
         q_NHd, k_NHd, v_NHd = self.wqkv(x_ND).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
         tap("q_unrotated", q_NHd)
         tap("k_unrotated", k_NHd)
-        q_NHd, k_NHd = rotate_pairs(q_NHd, *rope), rotate_pairs(k_NHd, *rope)
-        tap("q", q_NHd)
-        tap("k", k_NHd)
-        tap("v", v_NHd)
-        out: Tensor = self.wo(segment_attention(q_NHd, k_NHd, v_NHd, lengths).flatten(1))
+        mixed_NHd = rotary_attention(
+            q_NHd, k_NHd, v_NHd, rope, lengths, tap, rotation="pairs", backend=self.backend
+        )
+        out: Tensor = self.wo(mixed_NHd.flatten(1))
         return out
 
     def forward(
@@ -117,6 +119,8 @@ class Block(nn.Module):
 class BlockStack(nn.Module):
     """The blocks and the last norm."""
 
+    backend = "eager"
+
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -132,6 +136,8 @@ class BlockStack(nn.Module):
         tap("rope_cos", rope[0])
         tap("rope_sin", rope[1])
         sizes = lengths(grids)
+        if runs_native(self.backend, tap) and fused.fits_blocks(self, x_ND):
+            return fused.run_blocks(self, x_ND, rope, sizes)
         for number, block in enumerate(self.blocks):
             x_ND = block(x_ND, rope, sizes, prefixed(tap, f"block.{number:02}"))
             tap(f"block.{number:02}", x_ND)

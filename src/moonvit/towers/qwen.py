@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moonvit.configs.qwen import QwenConfig
-from moonvit.ops.attention import segment_attention
 from moonvit.ops.grid import Grid, lengths
 from moonvit.ops.merging import merge_blocks
-from moonvit.ops.rotary import half_table, rotate_halves
+from moonvit.ops.rotary import half_table
+from moonvit.towers.attend import Rope, rotary_attention
 from moonvit.towers.base import Tap, prefixed, table_dtype
 from moonvit.towers.inputs import checked_grids
-
-Rope = tuple[Tensor, Tensor]
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -56,6 +54,8 @@ class PatchEmbed(nn.Module):
 class Attention(nn.Module):
     """Attention within segments, with half-split rotary positions."""
 
+    backend = "eager"
+
     def __init__(self, config: QwenConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -65,11 +65,10 @@ class Attention(nn.Module):
     def forward(self, x_ND: Tensor, rope: Rope, lengths: Sequence[int], tap: Tap) -> Tensor:
         qkv: Tensor = self.qkv(x_ND)
         q_NHd, k_NHd, v_NHd = qkv.view(len(x_ND), 3, -1, self.head_dim).unbind(1)
-        q_NHd, k_NHd = rotate_halves(q_NHd, *rope), rotate_halves(k_NHd, *rope)
-        tap("q", q_NHd)
-        tap("k", k_NHd)
-        tap("v", v_NHd)
-        out: Tensor = self.proj(segment_attention(q_NHd, k_NHd, v_NHd, lengths).flatten(1))
+        mixed_NHd = rotary_attention(
+            q_NHd, k_NHd, v_NHd, rope, lengths, tap, rotation="halves", backend=self.backend
+        )
+        out: Tensor = self.proj(mixed_NHd.flatten(1))
         return out
 
 

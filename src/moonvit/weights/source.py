@@ -13,6 +13,7 @@ from moonvit.configs.files import RULE_FILES
 from moonvit.errors import MoonvitError, OfflineError, WeightsError
 from moonvit.fields import JSON_LIMIT, Fields, parse_json, read_bytes
 from moonvit.lazy import lazy
+from moonvit.places import cache_root
 from moonvit.weights.checkpoint import LocalCheckpoint, directory_file
 from moonvit.weights.gguf import SUFFIX, GgufCheckpoint, is_gguf
 from moonvit.weights.hub import HubCheckpoint, HubRepo, is_commit, repo_file
@@ -23,15 +24,6 @@ log = logging.getLogger("moonvit")
 
 Reporter = Callable[[HubCheckpoint], Callable[[int], object]]
 """Given a checkpoint that is about to be fetched, what to call with the bytes that come."""
-
-
-def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Where fetched checkpoints are kept: `cache_dir`, MOONVIT_CACHE, or `moonvit` in HF_HOME."""
-    from huggingface_hub import constants
-
-    return Path(
-        cache_dir or os.environ.get("MOONVIT_CACHE") or Path(constants.HF_HOME) / "moonvit"
-    ).expanduser()
 
 
 def find_checkpoint(

@@ -1,0 +1,117 @@
+"""MoonViT's blocks without a copy too many, for passes that need no gradients.
+
+Buffers are made once a pass and used by every block; all but the q, k and v of the batch are worked on a
+few rows at a time, so that they stay in the cache. Products are PyTorch's own.
+Shape letters: N patches of a packed batch, R rows of a part of it, D width, H heads, d head size, F hidden.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from moonvit.native.attention import attention, fits
+from moonvit.native.elementwise import gelu_tanh_, norm, turn_pairs_
+from moonvit.ops.attention import segment_attention
+from moonvit.towers.attend import torch_is_faster
+
+if TYPE_CHECKING:
+    from moonvit.towers.moonvit import Block, BlockStack
+
+Rope = tuple[Tensor, Tensor]
+
+ROWS = 1024
+"""Rows worked on at a time."""
+
+
+def fits_blocks(stack: "BlockStack", x_ND: Tensor) -> bool:
+    """Whether every block is as it was made: a replaced or hooked layer must be called."""
+    weight = stack.final_layernorm.weight
+    assert isinstance(weight, Tensor)
+    same = x_ND.is_contiguous() and x_ND.dtype == weight.dtype and not torch.is_autocast_enabled("cpu")
+    head = x_ND.new_empty(0).expand(1, 1, 0) if len(x_ND) == 0 else x_ND[:1].reshape(1, -1, stack.head_dim)
+    return same and fits(head) and not _global_hooks() and all(_plain(module) for module in stack.modules())
+
+
+def _plain(module: nn.Module) -> bool:
+    from moonvit.towers import moonvit
+
+    known = (nn.Linear, nn.RMSNorm, nn.LayerNorm, nn.ModuleList)
+    ours = (moonvit.Block, moonvit.BlockStack, moonvit.FeedForward)
+    return type(module) in (*known, *ours) and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def _global_hooks() -> bool:
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def run_blocks(stack: "BlockStack", x_ND: Tensor, rope: Rope, lengths: Sequence[int]) -> Tensor:
+    """What `BlockStack.forward` gives, the last norm included."""
+    x_ND = x_ND.clone()
+    blocks = cast("list[Block]", list(stack.blocks))
+    rows = min(ROWS, len(x_ND))
+    qkv = empty(len(x_ND), blocks[0].wqkv.out_features, x_ND.dtype)
+    hidden = empty(rows, blocks[0].mlp.fc0.out_features, x_ND.dtype)
+    normed = empty(rows, x_ND.shape[1], x_ND.dtype)
+    for block in blocks:
+        _attend(block, x_ND, rope, lengths, qkv, normed)
+        _feed_forward(block, x_ND, hidden, normed)
+    for x_RD in torch.split(x_ND, ROWS):
+        normalise(stack.final_layernorm, x_RD, x_RD)
+    return x_ND
+
+
+def _attend(
+    block: "Block", x_ND: Tensor, rope: Rope, lengths: Sequence[int], qkv: Tensor, normed: Tensor
+) -> None:
+    """X += wo·attention(norm0(x)); the result of the attention takes the place of q."""
+    for x_RD, qkv_R in zip(torch.split(x_ND, ROWS), torch.split(qkv, ROWS), strict=True):
+        multiply(block.wqkv, normalise(block.norm0, x_RD, normed[: len(x_RD)]), qkv_R)
+    q_NHd, k_NHd, v_NHd = qkv.view(len(qkv), 3, -1, block.head_dim).unbind(1)
+    if torch_is_faster(q_NHd.dtype):
+        q_NHd, k_NHd = turn_pairs_(q_NHd, *rope), turn_pairs_(k_NHd, *rope)
+        q_NHd.copy_(segment_attention(q_NHd, k_NHd, v_NHd, lengths))
+    else:
+        attention(q_NHd, k_NHd, v_NHd, lengths, rope, "pairs", out=q_NHd)
+    for x_RD, q_RHd in zip(torch.split(x_ND, ROWS), torch.split(q_NHd, ROWS), strict=True):
+        multiply_add(block.wo, q_RHd.flatten(1), x_RD)
+
+
+def _feed_forward(block: "Block", x_ND: Tensor, hidden: Tensor, normed: Tensor) -> None:
+    """X += fc1·GELU(fc0·norm1(x))."""
+    for x_RD in torch.split(x_ND, ROWS):
+        hidden_RF = hidden[: len(x_RD)]
+        multiply(block.mlp.fc0, normalise(block.norm1, x_RD, normed[: len(x_RD)]), hidden_RF)
+        multiply_add(block.mlp.fc1, gelu_tanh_(hidden_RF), x_RD)
+
+
+def normalise(layer: nn.Module, x_RD: Tensor, out: Tensor) -> Tensor:
+    """The RMS or layer norm into `out`."""
+    assert isinstance(layer, nn.RMSNorm | nn.LayerNorm)
+    assert layer.eps is not None
+    bias = layer.bias if isinstance(layer, nn.LayerNorm) else None
+    return norm(x_RD, layer.weight, bias, layer.eps, isinstance(layer, nn.LayerNorm), out)
+
+
+def multiply(layer: nn.Linear, x: Tensor, out: Tensor) -> None:
+    """`out` = layer(x)."""
+    if layer.bias is None:
+        torch.mm(x, layer.weight.t(), out=out)
+    else:
+        torch.addmm(layer.bias, x, layer.weight.t(), out=out)
+
+
+def multiply_add(layer: nn.Linear, x: Tensor, total: Tensor) -> None:
+    """`total` += layer(x)."""
+    torch.addmm(total, x, layer.weight.t(), out=total)
+    if layer.bias is not None:
+        total.add_(layer.bias)
+
+
+def empty(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """A buffer from numpy, which asks the system for huge pages: PyTorch's cost a page fault each 4 kB."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    return torch.from_numpy(np.empty(rows * width * size, np.uint8)).view(dtype).view(rows, width)
