@@ -2,12 +2,14 @@
 
 import logging
 import os
+from functools import cache
 
 import torch
 from torch import nn
 
 from moonvit.errors import MoonvitError
 from moonvit.native.attention import KINDS
+from moonvit.native.cpu import lacking
 from moonvit.native.library import load
 
 log = logging.getLogger("moonvit")
@@ -33,7 +35,14 @@ def choose(asked: str, device: torch.device, dtype: torch.dtype) -> str:
     reason = native_lacks(device, dtype)
     if reason and wanted == "native":
         log.warning("backend native is not to be had, eager is used: %s", reason)
+    elif device.type == "cpu" and dtype in KINDS and reason and not lacking():
+        _say_once(f"this processor could run much faster, but native kernels are missing: {reason}")
     return "eager" if reason else "native"
+
+
+@cache
+def _say_once(message: str) -> None:
+    log.warning(message)
 
 
 def native_lacks(device: torch.device, dtype: torch.dtype) -> str:

@@ -1,14 +1,11 @@
 """The native library loaded into this process."""
 
 import ctypes
-import logging
 import threading
 from dataclasses import dataclass
 
 from moonvit.errors import MoonvitError
 from moonvit.native import build, cpu
-
-log = logging.getLogger("moonvit")
 
 Pointer, Int64, Int32, Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -87,13 +84,11 @@ def kernels() -> ctypes.CDLL:
 
 
 def load() -> Loaded:
-    """The library, compiled if need be; tried once a process, and a failure is logged once."""
+    """The library, compiled if need be; tried once a process."""
     global _loaded
     with _lock:
         if _loaded is None:
             _loaded = _try()
-            if _loaded.library is None:
-                log.info("native kernels are not used: %s", _loaded.reason)
         return _loaded
 
 

@@ -1,0 +1,102 @@
+"""Building the native library: once, safely, and with a clear word where it cannot be."""
+
+import os
+import shutil
+import stat
+
+import pytest
+
+from moonvit.native import build, cpu
+from moonvit.native.build import BuildError
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOONVIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    return tmp_path / "cache" / "native"
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """A stand-in that writes a file and counts how often it was run."""
+    program = tmp_path / "c++"
+
+    def becomes(script):
+        program.write_text(f"#!/bin/sh\necho run >> {tmp_path}/runs\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("CXX", str(program))
+        return program
+
+    return becomes
+
+
+def runs(tmp_path):
+    path = tmp_path / "runs"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+WRITES = 'while [ "$1" != -o ]; do shift; done; echo made > "$2"'
+
+
+def test_it_is_built_once(cache, compiler, tmp_path):
+    compiler(WRITES)
+    path = build.library()
+    assert path.parent == cache
+    assert path.read_text() == "made\n"
+    assert build.library() == path
+    assert runs(tmp_path) == 1
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert sorted(p.name for p in cache.iterdir()) == ["lock", path.name]
+
+
+def test_another_compiler_builds_again_and_none_takes_what_is_there(cache, compiler, tmp_path, monkeypatch):
+    compiler(WRITES)
+    first = build.library()
+    compiler(WRITES + " # newer")
+    second = build.library()
+    assert first != second
+    assert runs(tmp_path) == 2
+    monkeypatch.setenv("CXX", str(tmp_path / "absent"))
+    assert build.library() in (first, second)
+
+
+def test_without_a_compiler(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", str(tmp_path / "absent"))
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler found \(install g\+\+, or set CXX\)"):
+        build.library()
+    assert not cache.exists()
+
+
+def test_a_compiler_that_fails(cache, compiler):
+    compiler("echo 'simd.h:3: error: no such thing' >&2; exit 1")
+    with pytest.raises(BuildError, match="failed: simd.h:3: error: no such thing"):
+        build.library()
+    assert [p.name for p in cache.iterdir()] == ["lock"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are of POSIX systems")
+def test_a_place_where_others_may_write(cache, compiler):
+    compiler(WRITES)
+    path = build.library()
+    cache.chmod(0o777)
+    with pytest.raises(BuildError, match="others may write there"):
+        build.library()
+    cache.chmod(0o700)
+    path.chmod(0o666)
+    with pytest.raises(BuildError, match="others may write there"):
+        build.library()
+
+
+def test_the_sources_are_in_the_package():
+    for name in (*build.SOURCES, *build.HEADERS):
+        assert (build.HERE / name).is_file()
+
+
+def test_the_real_compiler_is_content(cache):
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    if cpu.cpu_flags() == frozenset():
+        pytest.skip("not an x86 processor")
+    path = build.library()
+    assert path.stat().st_size > 10_000
