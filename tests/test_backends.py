@@ -3,9 +3,11 @@
 import copy
 import logging
 import pickle
+import shutil
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import parity_helpers as helpers
 from conftest import TINY, random_pixels, relative_error
@@ -15,6 +17,7 @@ from moonvit.errors import MoonvitError
 from moonvit.native import cpu
 from moonvit.native import library as native_library
 from moonvit.native.library import Loaded
+from moonvit.towers import compiled
 from moonvit.trace.record import record
 from native import needs_native
 
@@ -198,3 +201,48 @@ def test_without_a_library_the_result_is_eager(monkeypatch, caplog):
         if hasattr(module, "backend"):
             module.backend = "native"
     assert torch.equal(result(encoder.model, pixels, GRIDS), expected)
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch):
+    monkeypatch.setattr(compiled, "_failed", [])
+
+
+def test_compiled_equals_eager_over_sizes(fresh_compiler):
+    """Four batches of other sizes and numbers compile what one does, and at most once more."""
+    if shutil.which("g++") is None:
+        pytest.skip("torch.compile needs g++, which is not installed")
+    encoder = loaded(backend="compiled")
+    before = counters["stats"]["unique_graphs"]
+    for grids in ([(1, 4, 6)], [(1, 6, 6), (1, 4, 4)], [(1, 8, 10)], [(2, 2, 2), (1, 12, 12)]):
+        pixels = random_pixels(grids)
+        found = result(encoder.optimize("compiled").model, pixels, grids)
+        expected = result(encoder.optimize("eager").model, pixels, grids)
+        assert relative_error(found, expected) < 2e-6
+    assert not compiled._failed
+    assert 2 <= counters["stats"]["unique_graphs"] - before <= 4
+
+
+def test_a_compiler_that_does_not_work(fresh_compiler, monkeypatch, caplog):
+    class BrokenError(Exception):
+        __module__ = "torch._inductor.exc"
+
+    def fails(*_):
+        raise BrokenError("\nno C++ compiler\nand more")
+
+    monkeypatch.setattr(compiled, "_compiled", lambda half: fails)
+    pixels = random_pixels(GRIDS)
+    found = result(loaded(backend="compiled").model, pixels, GRIDS)
+    assert torch.equal(found, result(loaded(backend="eager").model, pixels, GRIDS))
+    assert [r.message for r in caplog.records] == [
+        "backend compiled does not work here, eager is used: no C++ compiler"
+    ]
+
+
+def test_other_errors_are_not_swallowed(fresh_compiler, monkeypatch):
+    def fails(*_):
+        raise ValueError("of the caller's making")
+
+    monkeypatch.setattr(compiled, "_compiled", lambda half: fails)
+    with pytest.raises(ValueError, match="of the caller's making"):
+        result(loaded(backend="compiled").model, random_pixels(GRIDS), GRIDS)

@@ -187,9 +187,9 @@ def test_selftest_passes(dtype):
 
 
 def test_selftest_fails_for_a_wrong_tower(monkeypatch):
-    from moonvit.towers import moonvit
+    from moonvit.towers import attend
 
-    monkeypatch.setattr(moonvit, "rotate_pairs", lambda x, cos, sin: x)
+    monkeypatch.setitem(attend.ROTATE, "pairs", lambda x, cos, sin: x)
     result = run("selftest", "--model", TINY)
     assert result.exit_code == 1
     assert "first block.00.q of ramp" in result.stdout

@@ -6,11 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from moonvit.pixels.base import PictureProcessor, PixelBatch, Prepared
+from moonvit.towers.base import PATCHES_AT_ONCE
 
 T = TypeVar("T")
-
-PATCHES_AT_ONCE = 16384
-"""Patches of a packed batch, unless one picture alone has more; bounds the memory of `encode`."""
 
 _END: Any = object()
 

@@ -1,5 +1,6 @@
 """The command line: one file a verb, imported when called."""
 
+import logging
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ VERBS = {
     "diagnose": "Name the mistake behind another program's wrong stages.",
     "bench": "Time the tower beside this machine's matrix product.",
     "selftest": "Check the tower against an independent float64 implementation.",
+    "build-native": "Compile the native kernels into the cache.",
     "doctor": "Show versions, processor features and cache places.",
 }
 
@@ -63,6 +65,8 @@ def group() -> None:
 
 def main() -> NoReturn:
     """Run the command line; an error becomes one line on stderr."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("moonvit.native").setLevel(logging.INFO)
     warnings.filterwarnings("ignore", module=r"PIL\.")  # whatever matters becomes an error of ours
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # unfinished files are removed, as for Ctrl-C
     debug = os.environ.get("MOONVIT_DEBUG", "") not in ("", "0")

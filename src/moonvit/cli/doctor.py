@@ -15,6 +15,8 @@ from PIL import features
 
 from moonvit._version import __version__
 from moonvit.cli import options
+from moonvit.native import cpu
+from moonvit.native.build import is_built
 from moonvit.places import cache_root
 from moonvit.threads import usable_cores
 
@@ -50,6 +52,7 @@ def examine() -> dict[str, dict[str, Any]]:
         "processor": {
             "machine": platform.machine(),
             "torch kernels": torch.backends.cpu.get_cpu_capability(),
+            "native kernels": _native(),
             "features": " ".join(cpu_flags()) or "unknown",
             "threads": torch.get_num_threads(),
             "usable cores": usable_cores(),
@@ -72,12 +75,14 @@ def examine() -> dict[str, dict[str, Any]]:
 def cpu_flags() -> list[str]:
     """The matrix and vector features that decide which kernels run, where the system tells them."""
     wanted = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
-    try:
-        with open("/proc/cpuinfo") as file:  # noqa: PTH123
-            flags = next((line.split(":")[1].split() for line in file if line.startswith("flags")), [])
-    except OSError:
-        return []
-    return [flag for flag in wanted if flag in flags]
+    return [flag for flag in wanted if flag in cpu.cpu_flags()]
+
+
+def _native() -> str:
+    """Whether native kernels run here; nothing is compiled for the answer."""
+    return cpu.lacking() or (
+        "built" if is_built() else "not built yet: the first use or moonvit build-native does"
+    )
 
 
 def _codec(name: str) -> str:

@@ -21,7 +21,7 @@ import torch
 from moonvit.errors import MoonvitError
 from moonvit.places import cache_root
 
-log = logging.getLogger("moonvit")
+log = logging.getLogger("moonvit.native")
 
 HERE = Path(__file__).parent
 SOURCES = ("attention.cpp", "elementwise.cpp")
@@ -60,6 +60,13 @@ def library() -> Path:
         if not path.exists():
             _compile(compiler, path)
     return _checked(path)
+
+
+def is_built() -> bool:
+    """Whether `library` would find one in the cache."""
+    compiler = _compiler()
+    pattern = f"{_name()}-{_identity(compiler) if compiler else '*'}.so"
+    return any((cache_root() / "native").glob(pattern))
 
 
 def _compile(compiler: list[str], path: Path) -> None:

@@ -52,4 +52,4 @@ def grid_positions(table_hwD: Tensor, grids: Sequence[Grid], mode: str, dtype: t
         else:
             times = time_table(t, width, dtype).to(table_hwD.device)
             parts.append((planes[h, w][None] + times[:, None]).flatten(0, 1))
-    return torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

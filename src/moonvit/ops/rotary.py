@@ -36,10 +36,19 @@ def rope_table(
 
 
 def rotate_pairs(x_NHd: Tensor, cos_NP: Tensor, sin_NP: Tensor) -> Tensor:
-    """Turn each adjacent pair (x[2i], x[2i+1]) by its angle, in the table's dtype; returns x's dtype."""
-    even, odd = x_NHd.to(cos_NP.dtype).reshape(*x_NHd.shape[:-1], -1, 2).unbind(-1)
-    cos, sin = cos_NP[:, None], sin_NP[:, None]
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+    """Turn each adjacent pair (x[2i], x[2i+1]) by its angle, in the table's dtype; returns x's dtype.
+
+    A pair turned is one complex product, which runs through memory in order; compilers and devices that do
+    without complex numbers get the same sums written out.
+    """
+    pairs = x_NHd.to(cos_NP.dtype).reshape(*x_NHd.shape[:-1], -1, 2)
+    if x_NHd.device.type in ("cpu", "cuda") and not torch.compiler.is_compiling():
+        turns = torch.complex(cos_NP, sin_NP)[:, None]
+        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
+    else:
+        even, odd = pairs.unbind(-1)
+        cos, sin = cos_NP[:, None], sin_NP[:, None]
+        turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
     return turned.flatten(-2).to(x_NHd.dtype)
 
 

@@ -1,6 +1,6 @@
 """What the models of all families share: taps, results, and the ways a grid is handed in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,11 @@ from torch import Tensor, nn
 
 from moonvit.config import TowerConfig
 from moonvit.errors import NumericsError
+from moonvit.ops.grid import Grid, as_grids, lengths
+from moonvit.towers.inputs import check_pixels
+
+PATCHES_AT_ONCE = 16384
+"""Patches of pictures that go through a tower together; a picture with more goes alone."""
 
 Tap = Callable[[str, Tensor], None]
 """Receives each stage by name as it is computed."""
@@ -16,6 +21,41 @@ Tap = Callable[[str, Tensor], None]
 
 def no_tap(name: str, value: Tensor) -> None:
     """The tap of a plain run."""
+
+
+def unwatched(tap: Tap) -> bool:
+    """Whether only the result of a pass counts: no gradients, no taps, no tracing by a compiler."""
+    return tap is no_tap and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+ROWS = 2048
+"""Patches worked on at once where only the result counts."""
+
+MERGED_ROWS = 512
+"""Merged rows so; each has four patches' numbers, and more in the text model's width."""
+
+
+def by_rows(function: Callable[..., Tensor], *inputs: Tensor, at_once: int = ROWS) -> Tensor:
+    """`function` of all rows, computed a part of them at a time when nobody watches.
+
+    For what does each row by itself. What lies between input and output, often float32 and several times as
+    wide, then never is there for all rows.
+    """
+    rows = len(inputs[0])
+    if rows <= at_once or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return function(*inputs)
+    out: Tensor | None = None
+    for start in range(0, rows, at_once):
+        part = function(*(x[start : start + at_once] for x in inputs))
+        out = part.new_empty(rows, *part.shape[1:]) if out is None else out
+        out[start : start + at_once] = part
+    assert out is not None
+    return out
+
+
+def joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    """All rows in one tensor; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def prefixed(tap: Tap, prefix: str) -> Tap:
@@ -57,7 +97,7 @@ def check_finite(features: Features, dtype: torch.dtype) -> None:
 
 
 class VisionModel(nn.Module):
-    """A tower with its projector; a family defines `run`."""
+    """A tower with its projector; a family defines `run_packed`."""
 
     config: TowerConfig
 
@@ -86,5 +126,41 @@ class VisionModel(nn.Module):
         return features.embeddings
 
     def run(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
-        """Embeddings and what goes beside them."""
+        """Embeddings and what goes beside them.
+
+        Without gradients and taps, a batch of several pictures is done in parts of `PATCHES_AT_ONCE`, so that
+        it takes no more memory than its largest picture.
+        """
+        grids = as_grids(grid_thws)
+        if unwatched(tap) and len(grids) > 1 and len(pixel_values) == sum(lengths(grids)):
+            parts = parts_of(grids)
+            if len(parts) > 1:
+                check_pixels(pixel_values)  # of the whole: an error names the patch by its number in it
+                sizes = [sum(lengths(part)) for part in parts]
+                pixels = torch.split(pixel_values, sizes)
+                return joined([self.run_packed(*pair) for pair in zip(pixels, parts, strict=True)])
+        return self.run_packed(pixel_values, grids, tap)
+
+    def run_packed(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
+        """`run` on all pictures together."""
         raise NotImplementedError
+
+
+def parts_of(grids: Sequence[Grid]) -> list[list[Grid]]:
+    """Consecutive pictures, more than one only while they have at most `PATCHES_AT_ONCE` patches."""
+    parts: list[list[Grid]] = []
+    room = 0
+    for grid, length in zip(grids, lengths(grids), strict=True):
+        if length > room:
+            parts.append([])
+            room = PATCHES_AT_ONCE
+        parts[-1].append(grid)
+        room -= length
+    return parts
+
+
+def joined(parts: Sequence[Features]) -> Features:
+    """The features of consecutive parts of a batch as those of the whole."""
+    embeddings = [rows for part in parts for rows in part.embeddings]
+    layers = zip(*(part.deepstack for part in parts), strict=True)
+    return Features(embeddings, [[rows for part in layer for rows in part] for layer in layers])

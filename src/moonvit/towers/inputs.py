@@ -42,7 +42,7 @@ def checked_grids(
         raise ValueError(
             f"pixel_values has {pixel_values.shape[0]} patches, but grid_thws asks for {expected}"
         )
-    _check_finite(pixel_values)
+    check_pixels(pixel_values)
     return grids
 
 
@@ -56,7 +56,8 @@ def _check_grid(grid: Grid, merge_size: int, max_frames: int | None, max_side: i
         raise ValueError(f"grid_thws: at most {max_side} patches along a side, found {list(grid)}")
 
 
-def _check_finite(pixel_values: Tensor) -> None:
+def check_pixels(pixel_values: Tensor) -> None:
+    """`NumericsError` for pixels that are not finite; waits for the device."""
     if pixel_values.device.type == "meta" or torch.compiler.is_compiling():
         return
     if not bool(torch.isfinite(pixel_values).all()):

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moonvit.config import VisionConfig
-from moonvit.towers.base import Features, Tap, VisionModel, no_tap
+from moonvit.towers.base import (
+    MERGED_ROWS,
+    Features,
+    Tap,
+    VisionModel,
+    by_rows,
+    joined_rows,
+    no_tap,
+    unwatched,
+)
 from moonvit.towers.moonvit import VisionTower
 
 
@@ -37,13 +46,19 @@ class PatchMerger(nn.Module):
         """A list of [M, 4·D] to a list of [M, T], in one product."""
         if not merged:
             return []
-        rows = torch.cat(list(merged))
+        rows = joined_rows(merged)
+        projected = (
+            by_rows(self.project, rows, at_once=MERGED_ROWS) if unwatched(tap) else self.project(rows, tap)
+        )
+        return list(torch.split(projected, [len(part) for part in merged]))
+
+    def project(self, rows: Tensor, tap: Tap = no_tap) -> Tensor:
         patches = rows.reshape(len(rows), -1, self.pre_norm.normalized_shape[0])
         normed = self.pre_norm(patches).flatten(1)
         tap("proj_norm", normed)
         projected = self.matrices(normed, tap)
         tap("projected", projected)
-        return list(torch.split(projected, [len(part) for part in merged]))
+        return projected
 
 
 class LinearPatchMerger(PatchMerger):
@@ -70,7 +85,7 @@ class KimiK25Vision(VisionModel):
         self.vision_tower = VisionTower(config)
         self.mm_projector = PatchMerger(config) if projector else None
 
-    def run(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
+    def run_packed(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
         """As `VisionTower.forward`, then projected."""
         if self.mm_projector is None:
             raise ValueError("this checkpoint has no projector: use .vision_tower for the merged rows")
@@ -88,7 +103,7 @@ class KimiVLVision(VisionModel):
         self.vision_tower = VisionTower(config)
         self.multi_modal_projector = LinearPatchMerger(config) if projector else None
 
-    def run(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
+    def run_packed(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
         """As `VisionTower.forward`, then projected."""
         if self.multi_modal_projector is None:
             raise ValueError("this checkpoint has no projector: use .vision_tower for the merged rows")

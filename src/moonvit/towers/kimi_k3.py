@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from moonvit.config import VisionConfig
-from moonvit.towers.base import Features, Tap, VisionModel, no_tap
+from moonvit.towers.base import (
+    MERGED_ROWS,
+    Features,
+    Tap,
+    VisionModel,
+    by_rows,
+    joined_rows,
+    no_tap,
+    unwatched,
+)
 from moonvit.towers.moonvit import VisionTower
 
 __all__ = ["KimiK3Vision", "Projector", "Tap", "VisionTower", "no_tap"]
@@ -36,9 +45,12 @@ class Projector(nn.Module):
         if not merged:
             return []
         rows = [len(part) for part in merged]
-        return list(torch.split(self._project(torch.cat(list(merged)), tap), rows))
+        return list(torch.split(self._project(joined_rows(merged), tap), rows))
 
     def _project(self, merged: Tensor, tap: Tap) -> Tensor:
+        return by_rows(self._rows, merged, at_once=MERGED_ROWS) if unwatched(tap) else self._rows(merged, tap)
+
+    def _rows(self, merged: Tensor, tap: Tap = no_tap) -> Tensor:
         hidden = self.proj[1](self.proj[0](merged))
         tap("proj_hidden", hidden)
         out: Tensor = self.post_norm(self.proj[2](hidden))
@@ -60,7 +72,7 @@ class KimiK3Vision(VisionModel):
         self.vision_tower = VisionTower(config)
         self.mm_projector = Projector(config) if projector else None
 
-    def run(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
+    def run_packed(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
         """As `VisionTower.forward`, then projected."""
         if self.mm_projector is None:
             raise ValueError("this checkpoint has no projector: use .vision_tower for the merged rows")

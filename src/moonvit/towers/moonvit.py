@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moonvit.config import ROPE_THETA, VisionConfig
+from moonvit.ops.attention import Segments
 from moonvit.ops.grid import Grid, lengths
 from moonvit.ops.merging import merge_cells
 from moonvit.ops.positions import grid_positions
 from moonvit.ops.rotary import rope_table
 from moonvit.towers import fused
-from moonvit.towers.attend import rotary_attention, runs_native
-from moonvit.towers.base import Tap, no_tap, prefixed, table_dtype
+from moonvit.towers.attend import Heads, Rope, rotary_attention, runs_native
+from moonvit.towers.base import Tap, by_rows, no_tap, prefixed, table_dtype, unwatched
+from moonvit.towers.compiled import run_block
 from moonvit.towers.inputs import checked_kimi_grids
 
 
@@ -53,13 +55,23 @@ class PatchEmbed(nn.Module):
         self.pos_emb = PositionTable(config)
 
     def forward(self, pixel_values: Tensor, grids: Sequence[Grid], tap: Tap) -> Tensor:
-        weight = self.proj.weight
-        flat_N = pixel_values.flatten(1).to(weight.dtype)
-        x_ND = F.linear(flat_N, weight.flatten(1), self.proj.bias)
-        tap("patch_embed", x_ND)
         positions_ND: Tensor = self.pos_emb(grids)
+        if unwatched(tap):
+            return by_rows(
+                lambda pixels, added: self.added(self.embed(pixels), added), pixel_values, positions_ND
+            )
+        x_ND = self.embed(pixel_values)
+        tap("patch_embed", x_ND)
         tap("pos_embed", positions_ND)
-        return (x_ND + positions_ND).to(weight.dtype)
+        return self.added(x_ND, positions_ND)
+
+    def embed(self, pixel_values: Tensor) -> Tensor:
+        weight = self.proj.weight
+        return F.linear(pixel_values.flatten(1).to(weight.dtype), weight.flatten(1), self.proj.bias)
+
+    def added(self, x_ND: Tensor, positions_ND: Tensor) -> Tensor:
+        """The sum in the table's own type, rounded once."""
+        return (x_ND + positions_ND).to(x_ND.dtype)
 
 
 class FeedForward(nn.Module):
@@ -81,6 +93,7 @@ class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to its input."""
 
     backend = "eager"
+    rotation = "pairs"
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -91,22 +104,17 @@ class Block(nn.Module):
         self.wo = nn.Linear(config.qkv_hidden_size, config.hidden_size, bias=config.attn_bias)
         self.mlp = FeedForward(config)
 
-    def attend(self, x_ND: Tensor, rope: tuple[Tensor, Tensor], lengths: Sequence[int], tap: Tap) -> Tensor:
-        q_NHd, k_NHd, v_NHd = self.wqkv(x_ND).unflatten(-1, (3, -1, self.head_dim)).unbind(1)
-        tap("q_unrotated", q_NHd)
-        tap("k_unrotated", k_NHd)
-        mixed_NHd = rotary_attention(
-            q_NHd, k_NHd, v_NHd, rope, lengths, tap, rotation="pairs", backend=self.backend
-        )
-        out: Tensor = self.wo(mixed_NHd.flatten(1))
-        return out
+    def heads(self, qkv: Tensor) -> Heads:
+        q_NHd, k_NHd, v_NHd = qkv.view(len(qkv), 3, -1, self.head_dim).unbind(1)
+        return q_NHd, k_NHd, v_NHd
 
-    def forward(
-        self, x_ND: Tensor, rope: tuple[Tensor, Tensor], lengths: Sequence[int], tap: Tap = no_tap
-    ) -> Tensor:
-        normed_ND = self.norm0(x_ND)
-        tap("norm0", normed_ND)
-        attn_ND = self.attend(normed_ND, rope, lengths, tap)
+    def before(self, x_ND: Tensor) -> Heads:
+        """Q, k and v, not turned yet."""
+        return self.heads(by_rows(lambda x_RD: self.wqkv(self.norm0(x_RD)), x_ND))
+
+    def after(self, x_ND: Tensor, mixed_NHd: Tensor, tap: Tap = no_tap) -> Tensor:
+        """The block's result from its input and the attention's."""
+        attn_ND = self.wo(mixed_NHd.flatten(1))
         tap("attn_out", attn_ND)
         x_ND = x_ND + attn_ND
         tap("attn_residual", x_ND)
@@ -114,6 +122,24 @@ class Block(nn.Module):
         tap("norm1", normed_ND)
         mlp_ND: Tensor = self.mlp(normed_ND, tap)
         return x_ND + mlp_ND
+
+    def forward(self, x_ND: Tensor, rope: Rope, lengths: Sequence[int], tap: Tap = no_tap) -> Tensor:
+        if self.backend == "compiled" and (out_ND := run_block(self, x_ND, rope, lengths, tap)) is not None:
+            return out_ND
+        if unwatched(tap):
+            q_NHd, k_NHd, v_NHd = self.before(x_ND)
+        else:
+            normed_ND = self.norm0(x_ND)
+            tap("norm0", normed_ND)
+            q_NHd, k_NHd, v_NHd = self.heads(self.wqkv(normed_ND))
+            tap("q_unrotated", q_NHd)
+            tap("k_unrotated", k_NHd)
+        mixed_NHd = rotary_attention(
+            q_NHd, k_NHd, v_NHd, rope, lengths, tap, rotation=self.rotation, backend=self.backend
+        )
+        if unwatched(tap):
+            return by_rows(self.after, x_ND, mixed_NHd)
+        return self.after(x_ND, mixed_NHd, tap)
 
 
 class BlockStack(nn.Module):
@@ -135,13 +161,13 @@ class BlockStack(nn.Module):
         rope = self.rope(grids, x_ND)
         tap("rope_cos", rope[0])
         tap("rope_sin", rope[1])
-        sizes = lengths(grids)
+        sizes = Segments(lengths(grids))
         if runs_native(self.backend, tap) and fused.fits_blocks(self, x_ND):
             return fused.run_blocks(self, x_ND, rope, sizes)
         for number, block in enumerate(self.blocks):
             x_ND = block(x_ND, rope, sizes, prefixed(tap, f"block.{number:02}"))
             tap(f"block.{number:02}", x_ND)
-        out: Tensor = self.final_layernorm(x_ND)
+        out = by_rows(self.final_layernorm, x_ND)
         tap("final_norm", out)
         return out
 

@@ -15,8 +15,9 @@ from moonvit.configs.qwen import QwenConfig
 from moonvit.ops.grid import Grid, lengths
 from moonvit.ops.merging import merge_blocks
 from moonvit.ops.rotary import half_table
-from moonvit.towers.attend import Rope, rotary_attention
-from moonvit.towers.base import Tap, prefixed, table_dtype
+from moonvit.towers.attend import Heads, Rope, rotary_attention
+from moonvit.towers.base import Tap, no_tap, prefixed, table_dtype
+from moonvit.towers.compiled import run_block
 from moonvit.towers.inputs import checked_grids
 
 
@@ -62,9 +63,13 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x_ND: Tensor, rope: Rope, lengths: Sequence[int], tap: Tap) -> Tensor:
+    def heads(self, x_ND: Tensor) -> Heads:
         qkv: Tensor = self.qkv(x_ND)
         q_NHd, k_NHd, v_NHd = qkv.view(len(x_ND), 3, -1, self.head_dim).unbind(1)
+        return q_NHd, k_NHd, v_NHd
+
+    def forward(self, x_ND: Tensor, rope: Rope, lengths: Sequence[int], tap: Tap) -> Tensor:
+        q_NHd, k_NHd, v_NHd = self.heads(x_ND)
         mixed_NHd = rotary_attention(
             q_NHd, k_NHd, v_NHd, rope, lengths, tap, rotation="halves", backend=self.backend
         )
@@ -75,6 +80,9 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention and feed-forward, each added to its input."""
 
+    backend = "eager"
+    rotation = "halves"
+
     def __init__(self, config: QwenConfig, norm: type[nn.Module], mlp: type[nn.Module]) -> None:
         super().__init__()
         self.norm1 = norm(config.hidden_size, eps=config.norm_eps)
@@ -82,8 +90,20 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.mlp = mlp(config)
 
+    def before(self, x_ND: Tensor) -> Heads:
+        """Q, k and v, not turned yet."""
+        return self.attn.heads(self.norm1(x_ND))
+
+    def after(self, x_ND: Tensor, mixed_NHd: Tensor) -> Tensor:
+        """The block's result from its input and the attention's."""
+        return self.add(x_ND, self.attn.proj(mixed_NHd.flatten(1)), no_tap)
+
     def forward(self, x_ND: Tensor, rope: Rope, lengths: Sequence[int], tap: Tap) -> Tensor:
-        attn_ND = self.attn(self.norm1(x_ND), rope, lengths, tap)
+        if self.backend == "compiled" and (out_ND := run_block(self, x_ND, rope, lengths, tap)) is not None:
+            return out_ND
+        return self.add(x_ND, self.attn(self.norm1(x_ND), rope, lengths, tap), tap)
+
+    def add(self, x_ND: Tensor, attn_ND: Tensor, tap: Tap) -> Tensor:
         tap("attn_out", attn_ND)
         x_ND = x_ND + attn_ND
         tap("attn_residual", x_ND)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from moonvit.configs.qwen import QwenConfig
+from moonvit.ops.attention import Segments
 from moonvit.ops.grid import frame_lengths
 from moonvit.ops.windows import reorder_blocks, window_order
 from moonvit.towers.base import Features, Tap, VisionModel, no_tap
@@ -40,8 +41,8 @@ class Tower(QwenTower):
         if not grids:
             return []
         config, cell = self.config, self.config.merge_size**2
-        order, windows = window_order(grids, config.merge_size, config.window_cells)
-        frames = frame_lengths(grids)
+        order, window_lengths = window_order(grids, config.merge_size, config.window_cells)
+        frames, windows = Segments(frame_lengths(grids)), Segments(window_lengths)
 
         def segments(layer: int) -> Sequence[int]:
             return frames if layer in config.full_layers else windows
@@ -69,6 +70,6 @@ class Qwen25VLVision(VisionModel):
         self.config = config
         self.visual = Tower(config)
 
-    def run(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
+    def run_packed(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
         """For each picture or clip [t·h·w/merge_size², text_hidden_size]; t counts pairs of frames."""
         return Features(self.visual(pixel_values, grid_thws, tap))

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moonvit.configs.qwen import QwenConfig
+from moonvit.ops.attention import Segments
 from moonvit.ops.grid import frame_lengths
 from moonvit.towers.base import Features, Tap, VisionModel, no_tap
 from moonvit.towers.qwen import ACTIVATIONS, Merger, QwenTower, last
@@ -35,7 +36,7 @@ class Tower(QwenTower):
         x_ND, grids = self.embed(pixel_values, grid_thws, tap)
         if not grids:
             return []
-        frames = frame_lengths(grids)
+        frames = Segments(frame_lengths(grids))
         x_ND = last(self.layers(x_ND, self.rope(grids, x_ND), lambda _: frames, tap))
         projected = self.merger(x_ND)
         tap("projected", projected)
@@ -52,6 +53,6 @@ class Qwen2VLVision(VisionModel):
         self.config = config
         self.visual = Tower(config)
 
-    def run(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
+    def run_packed(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
         """For each picture or clip [t·h·w/merge_size², text_hidden_size]; t counts pairs of frames."""
         return Features(self.visual(pixel_values, grid_thws, tap))

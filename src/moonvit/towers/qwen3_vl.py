@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moonvit.configs.qwen import QwenConfig
+from moonvit.ops.attention import Segments
 from moonvit.ops.grid import Grid, block_order, frame_lengths
 from moonvit.ops.merging import merge_blocks
 from moonvit.ops.positions import resample_table
@@ -77,7 +78,7 @@ class Tower(QwenTower):
         positions_ND = self.positions(grids)
         tap("pos_embed", positions_ND)
         x_ND = (x_ND + positions_ND).to(x_ND.dtype)
-        frames, wanted = frame_lengths(grids), self.config.deepstack_layers
+        frames, wanted = Segments(frame_lengths(grids)), self.config.deepstack_layers
         stacked: list[list[Tensor]] = []
         rope = self.rope(grids, x_ND)
         for number, after_ND in enumerate(self.layers(x_ND, rope, lambda _: frames, tap)):
@@ -100,7 +101,7 @@ class Qwen3VLVision(VisionModel):
         self.config = config
         self.visual = Tower(config)
 
-    def run(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
+    def run_packed(self, pixel_values: Tensor, grid_thws: Any, tap: Tap = no_tap) -> Features:
         """For each picture or clip [t·h·w/merge_size², text_hidden_size], and so for each DeepStack layer."""
         features: Features = self.visual(pixel_values, grid_thws, tap)
         return features
