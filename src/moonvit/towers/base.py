@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moonvit.config import TowerConfig
 from moonvit.errors import NumericsError
 from moonvit.ops.grid import Grid, as_grids, lengths
-from moonvit.towers.inputs import check_pixels
+from moonvit.towers.inputs import all_finite, check_pixels
 
 PATCHES_AT_ONCE = 16384
 """Patches of pictures that go through a tower together; a picture with more goes alone."""
@@ -87,7 +87,7 @@ def check_finite(features: Features, dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     for per_picture in (features.embeddings, *features.deepstack):
         for number, values in enumerate(per_picture):
-            if not bool(torch.isfinite(values).all()):
+            if not all_finite(values):
                 raise NumericsError(
                     f"picture {number} of the batch: NaN or infinity came out in {name}",
                     "it overflowed: use bfloat16 or float32"

@@ -137,6 +137,7 @@ class Block(nn.Module):
         mixed_NHd = rotary_attention(
             q_NHd, k_NHd, v_NHd, rope, lengths, tap, rotation=self.rotation, backend=self.backend
         )
+        del q_NHd, k_NHd, v_NHd  # the greatest part of all memory
         if unwatched(tap):
             return by_rows(self.after, x_ND, mixed_NHd)
         return self.after(x_ND, mixed_NHd, tap)
