@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from moonvit.native.library import load
 
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
-"""Half of the spacing of numbers at 1: what one rounding costs at most."""
+"""About what one rounding costs on average; at worst, twice that."""
 
 
 def needs_native() -> None:

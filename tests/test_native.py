@@ -1,5 +1,7 @@
 """Native kernels against float64, over shapes that do not fit their blocks."""
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,8 +9,11 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from conftest import relative_error
+from moonvit.native import product as native_product
+from moonvit.native import workspace as native_workspace
 from moonvit.native.attention import attention, fits
 from moonvit.native.elementwise import gelu_tanh_, norm, turn_pairs_
+from moonvit.native.product import product
 from moonvit.ops.rotary import half_table, rope_table, rotate_halves, rotate_pairs
 from native import UNIT, exact_attention, needs_native
 
@@ -187,3 +192,48 @@ def test_what_fits():
     assert not fits(torch.zeros(4, 2, 64, dtype=torch.float16))
     assert not fits(torch.zeros(4, 2, 64, device="meta"))
     assert not fits(torch.zeros(0, 2, 64))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 200),
+    inner=st.sampled_from([2, 8, 30, 588, 1030, 2600]),
+    outputs=st.sampled_from([1, 7, 16, 33, 48, 49, 130]),
+    dtype=st.sampled_from(TYPES),
+    bias=st.booleans(),
+    then=st.sampled_from(["store", "gelu_tanh", "add"]),
+)
+def test_products(rows, inner, outputs, dtype, bias, then):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, inner + 4, generator=generator).to(dtype)[:, :inner]  # rows lie apart
+    weight = (torch.randn(outputs, inner, generator=generator) / inner**0.5).to(dtype)
+    offset = torch.randn(outputs, generator=generator).to(dtype) if bias else None
+    buffer = torch.randn(rows, outputs + 3, generator=generator).to(dtype)
+    out, around = buffer[:, :outputs], buffer[:, outputs:].clone()
+    exact = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+    if then == "gelu_tanh":
+        exact = F.gelu(exact, approximate="tanh")
+    elif then == "add":
+        exact = exact + out.double()
+    product(x, weight, offset, out, then)
+    # One rounding of the result, at worst twice what it is on average; in float32 also those of sums of up to 256 products and of their sums.
+    allowed = 2.1 * UNIT[dtype] if dtype == torch.bfloat16 else 16 * UNIT[dtype]
+    assert (out.double() - exact).norm() <= allowed * max(float(exact.norm()), outputs**0.5)
+    assert torch.equal(buffer[:, outputs:], around)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_product_of_more_rows_than_the_workspace(dtype, monkeypatch):
+    """The same rows in parts: bit for bit, with any number of threads."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((300, 64), (50, 64)))
+    whole = product(x, weight, None, torch.empty(300, 50, dtype=dtype))
+    monkeypatch.setattr(native_product, "_PACKED", 1)
+    monkeypatch.setattr(native_workspace, "_local", threading.local())
+    assert torch.equal(product(x, weight, None, torch.empty(300, 50, dtype=dtype)), whole)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(product(x, weight, None, torch.empty(300, 50, dtype=dtype)), whole)
+    finally:
+        torch.set_num_threads(threads)

@@ -116,19 +116,6 @@ void gather_rows(const Call& call, const Plane& x, long head, long patch, long e
   }
 }
 
-// words [16, d / per_word] -> [d / per_word, 16], each register handed to `put(word, lanes)`.
-template <class Put>
-void exchange(const Word* rows, long words, Put put) {
-  for (long w = 0; w < words; w += kLanes) {
-    const long count = std::min<long>(kLanes, words - w);
-    const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
-    __m512i x[kLanes];
-    for (int r = 0; r < kLanes; ++r) x[r] = _mm512_maskz_loadu_epi32(mask, rows + r * kMaxHeadDim + w);
-    transpose(x);
-    for (long i = 0; i < count; ++i) put(w + i, x[i]);
-  }
-}
-
 // Keys: [L / 8, d / per_word, 8] words.
 template <class Kind>
 void pack_keys(const Call& call, const Task& task) {
@@ -139,7 +126,7 @@ void pack_keys(const Call& call, const Task& task) {
     gather_rows<Kind>(call, call.k, unit.head, unit.start + key, unit.start + unit.length, rows);
     Word* low = unit.keys + key / kRows * panel;
     const bool both = padded(unit.length) > key + kRows;
-    exchange(rows, words, [&](long w, __m512i x) {
+    exchange(rows, kMaxHeadDim, kLanes, words, [&](long w, __m512i x) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(low + w * kRows), _mm512_castsi512_si256(x));
       if (both)
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(low + panel + w * kRows), _mm512_extracti64x4_epi64(x, 1));
@@ -181,7 +168,7 @@ void pack_queries(const Call& call, const Unit& unit, long query, long end, Word
   for (int c = 0; c < columns; ++c) {
     const long first = unit.start + query + c * kLanes;
     gather_rows<Kind>(call, call.q, unit.head, first, unit.start + end, rows);
-    exchange(rows, call.head_dim / Kind::per_word,
+    exchange(rows, kMaxHeadDim, kLanes, call.head_dim / Kind::per_word,
              [&](long w, __m512i x) { _mm512_storeu_si512(out + (w * columns + c) * kLanes, x); });
   }
 }

@@ -2,22 +2,18 @@
 
 import ctypes
 import math
-import threading
 from collections.abc import Sequence
 from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from moonvit.native.library import Call, Plane, kernels
+from moonvit.native.workspace import KEPT, workspace
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 ROTATIONS = {None: 0, "pairs": 1, "halves": 2}
 MAX_HEAD_DIM = 256
-
-_KEPT = 2**24  # bytes of packed keys and values that a thread holds on to between calls
-_local = threading.local()
 
 
 def fits(q_NHd: Tensor) -> bool:
@@ -59,7 +55,7 @@ def attention(
     assert int(starts[-1]) == n
     assert out.stride()[1:] == (d, 1)
     tables = [x.contiguous() for x in rope] if rope and rotation else []
-    work = _workspace(lengths, heads, d, q_NHd.element_size())
+    work = workspace("keys", _work_bytes(lengths, heads, d, q_NHd.element_size()))
     call = Call(
         q=_plane(q_NHd), k=_plane(k_NHd), v=_plane(v_NHd),
         out=out.data_ptr(), out_row=out.stride(0),
@@ -82,19 +78,8 @@ def _plane(x_NHd: Tensor) -> Plane:
     return Plane(data=x_NHd.data_ptr(), row=x_NHd.stride(0), head=x_NHd.stride(1))
 
 
-def _workspace(lengths: Sequence[int], heads: int, d: int, size: int) -> np.ndarray:
-    """Room for the packed keys and values of at least the longest picture's head.
-
-    numpy asks the system for huge pages, which PyTorch does not; a small one is kept for the next call.
-    """
+def _work_bytes(lengths: Sequence[int], heads: int, d: int, size: int) -> int:
+    """Room for the packed keys and values of all heads, or of one of the longest picture if that is much."""
     padded = [-(-length // 8) * 8 for length in lengths]
-    word = 4
-    largest = 2 * max(padded) * d * size // word
-    words = max(largest, min(sum(padded) * 2 * heads * d * size // word, _KEPT // word))
-    kept: np.ndarray | None = getattr(_local, "work", None)
-    if kept is not None and kept.size >= words:
-        return kept
-    work = np.empty(words, np.int32)
-    if work.nbytes <= _KEPT:
-        _local.work = work
-    return work
+    row = 2 * d * size
+    return max(max(padded) * row, min(sum(padded) * heads * row, KEPT))

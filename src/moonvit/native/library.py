@@ -55,6 +55,18 @@ class Turn(ctypes.Structure):
     )  # fmt: skip
 
 
+class Product(ctypes.Structure):
+    """`Product` of product.h."""
+
+    _fields_ = (
+        ("x", Pointer), ("x_row", Int64), ("weight", Pointer), ("bias", Pointer),
+        ("out", Pointer), ("out_row", Int64),
+        ("rows", Int64), ("inner", Int64), ("outputs", Int64),
+        ("work", Pointer), ("work_words", Int64),
+        ("epilogue", Int32), ("kind", Int32), ("threads", Int32),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Loaded:
     """The library, or why there is none."""
@@ -68,6 +80,7 @@ _FUNCTIONS = {
     "moonvit_norm": Norm,
     "moonvit_gelu_tanh": Gelu,
     "moonvit_turn": Turn,
+    "moonvit_product": Product,
 }
 """What each function takes; all give 0 back, or a number that says what was wrong."""
 

@@ -97,6 +97,21 @@ inline void transpose(__m512i (&x)[kLanes]) {
   for (int i = 0; i < kLanes; ++i) x[i] = y[i];
 }
 
+// Up to 16 rows of `words` words, `stride` apart, turned on their side: each word of all rows goes to
+// `put(word, register)`; lanes of absent rows are 0.
+template <class Put>
+inline void exchange(const Word* rows, long stride, long count, long words, Put put) {
+  for (long w = 0; w < words; w += kLanes) {
+    const long width = words - w < kLanes ? words - w : kLanes;
+    const __mmask16 mask = static_cast<__mmask16>((1u << width) - 1);
+    __m512i x[kLanes];
+    for (int r = 0; r < kLanes; ++r)
+      x[r] = r < count ? _mm512_maskz_loadu_epi32(mask, rows + r * stride + w) : _mm512_setzero_si512();
+    transpose(x);
+    for (long i = 0; i < width; ++i) put(w + i, x[i]);
+  }
+}
+
 inline float to_float(uint16_t x) {
   const Word bits = static_cast<Word>(x) << 16;
   float y;

@@ -1,7 +1,8 @@
 """MoonViT's blocks without a copy too many, for passes that need no gradients.
 
 Buffers are made once a pass and used by every block; all but the q, k and v of the batch are worked on a
-few rows at a time, so that they stay in the cache. Products are PyTorch's own.
+few rows at a time, so that they stay in the cache. Products are native too, or, where PyTorch has faster
+ones, its own.
 Shape letters: N patches of a packed batch, R rows of a part of it, D width, H heads, d head size, F hidden.
 """
 
@@ -15,6 +16,7 @@ from torch.nn.modules import module as torch_module
 
 from moonvit.native.attention import attention, fits
 from moonvit.native.elementwise import gelu_tanh_, norm, turn_pairs_
+from moonvit.native.product import multiplies, product
 from moonvit.ops.attention import segment_attention
 from moonvit.towers.attend import torch_is_faster
 
@@ -28,12 +30,12 @@ ROWS = 1024
 
 
 def fits_blocks(stack: "BlockStack", x_ND: Tensor) -> bool:
-    """Whether every block is as it was made: a replaced or hooked layer must be called."""
-    weight = stack.final_layernorm.weight
-    assert isinstance(weight, Tensor)
-    same = x_ND.is_contiguous() and x_ND.dtype == weight.dtype and not torch.is_autocast_enabled("cpu")
-    head = x_ND.new_empty(0).expand(1, 1, 0) if len(x_ND) == 0 else x_ND[:1].reshape(1, -1, stack.head_dim)
-    return same and fits(head) and not _global_hooks() and all(_plain(module) for module in stack.modules())
+    """Whether every block is as it was made: a replaced, hooked or retyped layer must be called."""
+    if len(x_ND) == 0 or not x_ND.is_contiguous() or torch.is_autocast_enabled("cpu"):
+        return False
+    heads = x_ND.new_empty(1, 1, stack.head_dim)
+    alike = all(p.dtype == x_ND.dtype and p.is_contiguous() and multiplies(p) for p in stack.parameters())
+    return fits(heads) and alike and not _global_hooks() and all(_plain(module) for module in stack.modules())
 
 
 def _plain(module: nn.Module) -> bool:
@@ -77,15 +79,15 @@ def _attend(
     else:
         attention(q_NHd, k_NHd, v_NHd, lengths, rope, "pairs", out=q_NHd)
     for x_RD, q_RHd in zip(torch.split(x_ND, ROWS), torch.split(q_NHd, ROWS), strict=True):
-        multiply_add(block.wo, q_RHd.flatten(1), x_RD)
+        multiply(block.wo, q_RHd.flatten(1), x_RD, "add")
 
 
 def _feed_forward(block: "Block", x_ND: Tensor, hidden: Tensor, normed: Tensor) -> None:
     """X += fc1·GELU(fc0·norm1(x))."""
     for x_RD in torch.split(x_ND, ROWS):
         hidden_RF = hidden[: len(x_RD)]
-        multiply(block.mlp.fc0, normalise(block.norm1, x_RD, normed[: len(x_RD)]), hidden_RF)
-        multiply_add(block.mlp.fc1, gelu_tanh_(hidden_RF), x_RD)
+        multiply(block.mlp.fc0, normalise(block.norm1, x_RD, normed[: len(x_RD)]), hidden_RF, "gelu_tanh")
+        multiply(block.mlp.fc1, hidden_RF, x_RD, "add")
 
 
 def normalise(layer: nn.Module, x_RD: Tensor, out: Tensor) -> Tensor:
@@ -96,19 +98,20 @@ def normalise(layer: nn.Module, x_RD: Tensor, out: Tensor) -> Tensor:
     return norm(x_RD, layer.weight, bias, layer.eps, isinstance(layer, nn.LayerNorm), out)
 
 
-def multiply(layer: nn.Linear, x: Tensor, out: Tensor) -> None:
-    """`out` = layer(x)."""
-    if layer.bias is None:
-        torch.mm(x, layer.weight.t(), out=out)
+def multiply(layer: nn.Linear, x: Tensor, out: Tensor, then: str = "store") -> None:
+    """`out` = layer(x); or GELU of it, or `out` + layer(x)."""
+    if not torch_is_faster(x.dtype):
+        product(x, layer.weight, layer.bias, out, then)
+    elif then == "add":
+        torch.addmm(out, x, layer.weight.t(), out=out)
+        if layer.bias is not None:
+            out.add_(layer.bias)
     else:
-        torch.addmm(layer.bias, x, layer.weight.t(), out=out)
-
-
-def multiply_add(layer: nn.Linear, x: Tensor, total: Tensor) -> None:
-    """`total` += layer(x)."""
-    torch.addmm(total, x, layer.weight.t(), out=total)
-    if layer.bias is not None:
-        total.add_(layer.bias)
+        torch.mm(x, layer.weight.t(), out=out)
+        if layer.bias is not None:
+            out.add_(layer.bias)
+        if then == "gelu_tanh":
+            gelu_tanh_(out)
 
 
 def empty(rows: int, width: int, dtype: torch.dtype) -> Tensor:
