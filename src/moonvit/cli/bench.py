@@ -9,6 +9,7 @@ import click
 import torch
 
 from moonvit._version import __version__
+from moonvit.backends import BACKENDS
 from moonvit.bench.plot import plot
 from moonvit.bench.report import Row, as_document, as_text
 from moonvit.bench.run import benchmark, of_encoder
@@ -41,6 +42,15 @@ def numbers(_context: click.Context, _parameter: click.Parameter, value: str) ->
     show_default=True,
     help="Can be given several times.",
 )
+@click.option(
+    "--backend",
+    "backends",
+    type=click.Choice(BACKENDS),
+    multiple=True,
+    default=["auto"],
+    show_default=True,
+    help="Can be given several times.",
+)
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Timed runs of each.")
 @options.device
 @options.threads
@@ -52,6 +62,7 @@ def command(
     revision: str | None,
     sizes: list[int],
     dtypes: tuple[str, ...],
+    backends: tuple[str, ...],
     rounds: int,
     device: str,
     threads: int | None,
@@ -61,14 +72,18 @@ def command(
 ) -> None:
     """Time the tower on square pictures, beside this machine's own matrix product.
 
-    All dtypes take turns, round after round, with PyTorch's product of one of the tower's matrices, so that
-    "of ceiling" is the part of the machine's rate that was reached. The table has the medians; the spread is
-    from the slowest to the fastest run.
+    All dtypes and backends take turns, round after round, with PyTorch's product of one of the tower's
+    matrices, so that "of ceiling" is the part of the machine's rate that was reached. The table has the
+    medians; the spread is from the slowest to the fastest run.
     """
     options.use_threads(threads)
     directory = str(find_checkpoint(model, revision=revision))
     encoders = {
-        f"moonvit {dtype}": Encoder.from_pretrained(directory, dtype=dtype, device=device) for dtype in dtypes
+        f"moonvit {dtype}" + ("" if backend == "auto" else f" {backend}"): Encoder.from_pretrained(
+            directory, dtype=dtype, device=device, backend=backend
+        )
+        for dtype in dtypes
+        for backend in backends
     }
     contenders = [of_encoder(name, encoder) for name, encoder in encoders.items()]
     rows: list[Row] = []
