@@ -9,6 +9,7 @@ import click
 import torch
 
 from moonvit._version import __version__
+from moonvit.backends import BACKENDS
 from moonvit.bench.plot import plot
 from moonvit.bench.report import Row, as_document, as_text
 from moonvit.bench.run import benchmark, of_encoder
@@ -44,7 +45,7 @@ def numbers(_context: click.Context, _parameter: click.Parameter, value: str) ->
 @click.option(
     "--backend",
     "backends",
-    type=click.Choice(["auto", "eager", "compiled", "native"]),
+    type=click.Choice(BACKENDS),
     multiple=True,
     default=["auto"],
     show_default=True,
