@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,29 @@ def test_a_stream_left_early_leaves_no_trace(generator):
     )
 
 
+def test_streams_of_one_conversation_do_not_mix(generator):
+    expected = generator.generate("two", max_new_tokens=6)
+    chat = generator.chat()
+    first = chat.stream("one", max_new_tokens=6)
+    next(first)
+    second = chat.stream("two", max_new_tokens=6)
+    next(second)
+    with pytest.raises(MoonvitError, match="a later question of this conversation"):
+        next(first)
+    assert second.reply.ids == expected.ids
+    assert [turn.role for turn in chat.turns] == ["user", "assistant"]
+    with pytest.raises(MoonvitError, match="no reply"):
+        _ = first.reply
+
+
+def test_a_closed_stream_has_no_reply(generator):
+    stream = generator.stream("one", max_new_tokens=6)
+    next(stream)
+    stream.close()
+    with pytest.raises(MoonvitError, match="no reply: the stream was closed"):
+        _ = stream.reply
+
+
 # Media
 
 
@@ -77,14 +101,43 @@ def test_a_picture_is_encoded_once(place, tmp_path):
     generator = Generator(eyes, None, None)
     PICTURE.save(tmp_path / "a.png")
     first, second, other = generator.see([tmp_path / "a.png", PICTURE, helpers.picture(90, 60, 2)])
-    assert first is second
+    assert first.key == second.key
+    assert first.embeddings[0] is second.embeddings[0]
+    assert (first.name, second.name) == (str(tmp_path / "a.png"), "PIL image 90x60")
     assert eyes.encoded == 2
-    assert generator.see((tmp_path / "a.png").read_bytes())[0] is first
+    assert generator.see((tmp_path / "a.png").read_bytes())[0].key == first.key
     assert generator.see([first, other]) == [first, other]
     assert eyes.encoded == 2
     small = Eyes(eyes.encoder, limit=other.nbytes)
     Generator(small, None, None).see([PICTURE, helpers.picture(90, 60, 2)])
     assert list(small.kept) == [other.key]
+
+
+def test_a_picture_that_changes_on_disk_is_seen_anew(generator, tmp_path):
+    keys = []
+    for seed in (1, 2):
+        helpers.picture(90, 60, seed).save(tmp_path / "a.png")
+        keys.append(generator.see(tmp_path / "a.png")[0].key)
+    assert keys[0] != keys[1]
+
+
+def test_what_is_kept_is_all_that_is_held(place):
+    """No view of a batch, which would hold the whole of it beyond the limit."""
+    generator = Generator.from_pretrained(place, dtype="float32")
+    for media in generator.see([helpers.picture(90, 60, seed) for seed in range(6)]):
+        assert media.embeddings[0].untyped_storage().nbytes() == media.nbytes
+
+
+def test_media_of_another_tower_are_refused(place):
+    generator = Generator.from_pretrained(place, dtype="float32")
+    (media,) = generator.see(PICTURE)
+    other = replace(media, family="qwen3_vl")
+    with pytest.raises(PromptError, match="encoded by the tower of qwen3_vl, not of qwen2_vl"):
+        generator.stream("what?", other)
+    narrow = replace(media, embeddings=(media.embeddings[0][:, :32],))
+    with pytest.raises(PromptError, match="embeddings of 32, but the text model's width is 64"):
+        generator.stream("what?", narrow)
+    assert not generator.text.loaded
 
 
 def test_a_video_file_is_encoded_once(generator, tmp_path):
