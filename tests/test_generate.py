@@ -294,6 +294,22 @@ def test_command_goes_on(place, generator):
     assert done.stdout == "".join(text + "\n" for text in expected)
 
 
+def test_command_keeps_what_was_answered(place):
+    options = ("--dtype", "float32", "--max-new-tokens", 2, "--chat", "--format", "json")
+    done = call(place, "what?", *options, stdin="and?\n" + "x" * 3000 + "\nso?\n")
+    assert done.exit_code != 0
+    assert "do not fit" in str(done.exception)
+    assert len(json.loads(done.stdout)["replies"]) == 2
+
+
+@pytest.mark.parametrize("closed", ["stdin", "stdout"])
+def test_command_with_a_closed_stream(place, closed):
+    words = [sys.executable, "-m", "moonvit", "generate", str(place), "what?", "--max-new-tokens", "2"]
+    shell = 'exec "$@" --chat <&-' if closed == "stdin" else 'exec "$@" >&-'
+    done = subprocess.run(["sh", "-c", shell, "sh", *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, "2 written" in done.stderr) == (0, True), done.stderr
+
+
 def test_command_samples(place):
     options = ("--dtype", "float32", "--max-new-tokens", 8, "--temperature", 1.5, "--top-k", 90)
     texts = [call(place, "what?", *options, "--seed", seed).stdout for seed in (1, 1, 2)]
