@@ -17,6 +17,9 @@ from moonvit.cli import group
 from moonvit.engine import Clip, Generator
 from moonvit.engine import library as library
 from moonvit.engine.media import Eyes
+from moonvit.engine.positions import Positions
+from moonvit.engine.session import Session
+from moonvit.engine.text import TextModel
 from moonvit.errors import ImageError, MoonvitError, PromptError
 from moonvit.prompt import Turn
 from moonvit.weights.checkpoint import LocalCheckpoint
@@ -91,6 +94,23 @@ def test_a_closed_stream_has_no_reply(generator):
     stream.close()
     with pytest.raises(MoonvitError, match="no reply: the stream was closed"):
         _ = stream.reply
+
+
+def test_what_is_gone_on_from(generator, monkeypatch):
+    """All but the last token of the same; nothing at other places, nor where a cache cannot be cut back."""
+    request = generator.load().request(generator.format.encode([Turn("user", ("what?",))]), [])
+    moved = replace(request, positions=Positions(request.positions.prompt + 1))
+    whole = len(request.prompt.ids)
+    session = Session(generator.text)
+    first = session.prefill(request, ())
+    again = session.prefill(request, ())
+    assert session.computed == 1
+    assert torch.allclose(first, again, atol=1e-5)
+    session.prefill(moved, ())
+    assert session.computed == whole
+    monkeypatch.setattr(TextModel, "croppable", False)
+    session.prefill(moved, ())
+    assert session.computed == whole
 
 
 # Media
