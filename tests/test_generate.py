@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import engine_checkpoints as helpers
 from conftest import TINY
 from moonvit.cli import group
-from moonvit.engine import Clip, Generator
+from moonvit.engine import Clip, Generator, Look
 from moonvit.engine import library as library
 from moonvit.engine.media import Eyes
 from moonvit.engine.positions import Positions
@@ -340,3 +340,9 @@ def test_command_refuses():
     done = call(TINY, "what?")
     assert isinstance(done.exception, MoonvitError)
     assert "no text model of Kimi K3" in str(done.exception)
+
+
+def test_the_budget_holds_for_videos(generator):
+    clip = Clip([helpers.picture(112, 112, seed) for seed in range(4)], fps=2.0)
+    (whole,), (small,) = generator.see(clip), generator.see(clip, Look(max_tokens=4))
+    assert small.tokens < whole.tokens

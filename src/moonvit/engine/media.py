@@ -154,7 +154,7 @@ class Eyes:
             return self.kept[key]
         frames, fps = (source.frames, source.fps) if isinstance(source, Clip) else (source, None)
         video = open_video(frames, fps=fps, limits=self.encoder.processor.limits, exif=look.exif)
-        chunks = list(video_chunks(self.encoder, video))
+        chunks = list(video_chunks(self.encoder, video, max_tokens=look.max_tokens))
         sampled_fps = sum(len(chunk.frames) for chunk in chunks) / video.count * video.fps
         media = Media(
             part=Video(tuple(Chunk(chunk.timestamp, len(chunk.embeddings)) for chunk in chunks)),
@@ -220,4 +220,4 @@ def _file_key(source: Any, look: Look) -> str:
         status = Path(source).stat()
     except OSError:  # said when it is opened
         return f"missing {uuid4()}"
-    return f"video {Path(source).resolve()} {status.st_size} {status.st_mtime_ns} {look.exif}"
+    return f"video {Path(source).resolve()} {status.st_size} {status.st_mtime_ns} {look}"
