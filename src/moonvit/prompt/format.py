@@ -95,7 +95,7 @@ class PromptFormat:
             tools: K3: declarations of tools.
 
         Raises:
-            PromptError: for what the family's form does not have.
+            PromptError: for what the family's form does not have, and for text whose ids the model lacks.
         """
         if thinking is not None and not self._form.thinks:
             raise PromptError(f"{self.family} has no thinking mode", "leave thinking out")
@@ -116,6 +116,7 @@ class PromptFormat:
             else:
                 ids += self._encode_text(piece)
                 text += piece
+        self.check_ids(ids)
         return Prompt(tuple(ids), tuple(slots), text)
 
     def decode(self, ids: Sequence[int]) -> str:

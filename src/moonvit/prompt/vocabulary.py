@@ -59,7 +59,7 @@ class Vocabulary(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, markers written out; broken UTF-8 becomes U+FFFD."""
+        """The text of ids, markers written out; broken UTF-8 becomes U+FFFD, an id of nothing no text."""
         ...
 
 
@@ -110,7 +110,7 @@ class TiktokenVocabulary:
             return [token for piece in _pieces(text) for token in self._model.encode_ordinary(piece)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode(list(ids))
+        return self._model.decode([token for token in ids if token < self.size])
 
 
 class JsonVocabulary:
