@@ -50,11 +50,15 @@ print(json.dumps({"above": peak - before, "inputs": inputs, "outputs": outputs})
 """
 
 
-def measured(*arguments, env=None):
+# What is freed goes back at once, so that holes left in the heap do not count as memory in use.
+ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}
+
+
+def measured(*arguments):
     if sys.platform != "linux":
         pytest.skip("memory is read from Linux' /proc")
     words = [sys.executable, "-c", CODE, *map(str, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -74,8 +78,6 @@ def test_four_pictures_take_no_more_than_one(backend):
     if backend == "native":
         needs_native()
     side = 56
-    # What is freed goes back at once, so that holes left between results do not count as memory in use.
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}
-    alone, four = (measured(backend, side, pictures, side**2, env=env) for pictures in (1, 4))
+    alone, four = (measured(backend, side, pictures, side**2) for pictures in (1, 4))
     beside = [found["above"] - found["inputs"] - found["outputs"] for found in (alone, four)]
     assert beside[1] < beside[0] + 0.2 * BUDGET * side**2 / LARGEST
