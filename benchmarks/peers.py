@@ -1,7 +1,8 @@
-"""moonvit beside other implementations of K3's tower, on the same weights, in turns in one process.
+"""moonvit beside other implementations of its towers, on the same weights, in turns in one process.
 
     python benchmarks/peers.py build/k3-random [--sizes 448 896] [--dtype bfloat16] [--rounds 3]
         [--moonvit auto eager] [--peers reference sdpa compiled openvino] [-o FILE.json] [--plot FILE.svg]
+    python benchmarks/peers.py build/k25-random --peers transformers    # of benchmarks/make_k25.py
 
 The rate of PyTorch's own matrix product is measured in the same rounds. Prints medians, spreads, parts of
 that ceiling, ratios to moonvit, and how far each result lies from moonvit's. The packages nemo-automodel
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from reference_models import Tower, plain_sdpa, reference
+from reference_models import Tower, plain_sdpa, reference, transformers_k25
 from torch import Tensor
 
 from moonvit.bench.measure import Run
@@ -83,6 +84,7 @@ PEERS: dict[str, Callable[[Encoder, Path], Tower]] = {
     "sdpa": lambda encoder, _: plain_sdpa(encoder),
     "compiled": lambda encoder, _: compiled(encoder),
     "openvino": lambda encoder, _: openvino(encoder),
+    "transformers": transformers_k25,
 }
 
 

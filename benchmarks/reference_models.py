@@ -57,6 +57,18 @@ def reference(encoder: Encoder, model: Path) -> Tower:
     return lambda pixels, grid: projector(tower(pixels.to(encoder.dtype), grid))[0]
 
 
+def transformers_k25(encoder: Encoder, model: Path) -> Tower:
+    """transformers' own tower and projector of K2.5, with its SDPA attention."""
+    from transformers.models.kimi_k25 import Kimi_K25ForConditionalGeneration
+
+    whole = Kimi_K25ForConditionalGeneration.from_pretrained(
+        model, dtype=encoder.dtype, attn_implementation="sdpa"
+    ).model.eval()
+    return lambda pixels, grid: whole.mm_projector(
+        whole.vision_tower(pixels.to(encoder.dtype), grid).pooler_output
+    ).flatten(0, -2)
+
+
 def plain_sdpa(encoder: Encoder) -> Tower:
     """K3 as a good engine writes it in plain PyTorch: fused norms, complex rotation, one SDPA a block."""
     config, weights = encoder.config, dict(encoder.model.state_dict())
