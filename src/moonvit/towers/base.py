@@ -12,7 +12,7 @@ from moonvit.errors import NumericsError
 from moonvit.ops.grid import Grid, as_grids, lengths
 from moonvit.towers.inputs import all_finite, check_pixels
 
-PATCHES_AT_ONCE = 16384
+PATCHES_AT_ONCE = 4096
 """Patches of pictures that go through a tower together; a picture with more goes alone."""
 
 Tap = Callable[[str, Tensor], None]
