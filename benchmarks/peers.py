@@ -1,7 +1,8 @@
 """moonvit beside other implementations of its towers, on the same weights, in turns in one process.
 
     python benchmarks/peers.py build/k3-random [--sizes 448 896] [--dtype bfloat16] [--rounds 3]
-        [--moonvit auto eager] [--peers reference sdpa compiled openvino] [-o FILE.json] [--plot FILE.svg]
+        [--moonvit auto eager] [--peers reference:float32 sdpa compiled openvino]
+        [-o FILE.json] [--plot FILE.svg]
     python benchmarks/peers.py build/k25-random --peers transformers    # of benchmarks/make_k25.py
 
 The rate of PyTorch's own matrix product is measured in the same rounds. Prints medians, spreads, parts of
@@ -46,15 +47,16 @@ def compiled(encoder: Encoder) -> Tower:
     import torch._inductor.config as inductor
 
     inductor.freezing = True
-    return torch.compile(plain_sdpa(encoder), dynamic=False)
+    return torch.compile(plain_sdpa(encoder, complex_rotation=False), dynamic=False)
 
 
-def openvino(encoder: Encoder) -> Tower:
-    """Plain PyTorch converted by OpenVINO once for each size, run in bfloat16 where the model is."""
+def openvino(encoder: Encoder, model: Path) -> Tower:
+    """Plain PyTorch in float32 converted by OpenVINO for each size; run in bfloat16 where the model is."""
     import openvino as ov
 
     models: dict[int, Callable[[Tensor], object]] = {}
-    tower = plain_sdpa(encoder)
+    whole = Encoder.from_pretrained(model, dtype="float32", backend="eager")
+    tower = plain_sdpa(whole, complex_rotation=False)
 
     class Module(torch.nn.Module):
         def __init__(self, grid: Tensor) -> None:
@@ -83,7 +85,7 @@ PEERS: dict[str, Callable[[Encoder, Path], Tower]] = {
     "reference": reference,
     "sdpa": lambda encoder, _: plain_sdpa(encoder),
     "compiled": lambda encoder, _: compiled(encoder),
-    "openvino": lambda encoder, _: openvino(encoder),
+    "openvino": openvino,
     "transformers": transformers_k25,
 }
 
@@ -117,25 +119,32 @@ def ratios(rows: list[Row], first: str) -> list[str]:
     ]
 
 
+def typed(name: str, dtype: str) -> tuple[str, str]:
+    """ "sdpa:float32" in two; the dtype given where the name has none."""
+    what, _, of = name.partition(":")
+    return what, of or dtype
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--sizes", type=int, nargs="+", default=[448, 896])
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", help="Of those that name none.")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--moonvit", nargs="+", default=["auto", "eager"], metavar="BACKEND")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=["reference", "sdpa"])
+    parser.add_argument("--moonvit", nargs="+", default=["auto", "eager"], metavar="BACKEND[:DTYPE]")
+    parser.add_argument("--peers", nargs="*", default=["reference", "sdpa"], metavar="PEER[:DTYPE]")
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     contenders = []
-    for backend in arguments.moonvit:
-        encoder = Encoder.from_pretrained(arguments.model, dtype=arguments.dtype, backend=backend)
-        contenders.append(of_encoder(f"moonvit {backend} {arguments.dtype}", encoder))
-    plain = Encoder.from_pretrained(arguments.model, dtype=arguments.dtype, backend="eager")
-    for name in arguments.peers:
-        tower = PEERS[name](plain, arguments.model)
-        contenders.append(as_contender(f"{name} {arguments.dtype}", plain, tower))
+    for backend, dtype in (typed(name, arguments.dtype) for name in arguments.moonvit):
+        encoder = Encoder.from_pretrained(arguments.model, dtype=dtype, backend=backend)
+        contenders.append(of_encoder(f"moonvit {backend} {dtype}", encoder))
+    for peer, dtype in (typed(name, arguments.dtype) for name in arguments.peers):
+        if peer not in PEERS:
+            parser.error(f"no peer {peer}; there are {', '.join(PEERS)}")
+        plain = Encoder.from_pretrained(arguments.model, dtype=dtype, backend="eager")
+        contenders.append(as_contender(f"{peer} {dtype}", plain, PEERS[peer](plain, arguments.model)))
     rows: list[Row] = []
     for row in benchmark(contenders, arguments.sizes, arguments.rounds):
         rows.append(row)

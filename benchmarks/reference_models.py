@@ -69,8 +69,11 @@ def transformers_k25(encoder: Encoder, model: Path) -> Tower:
     ).flatten(0, -2)
 
 
-def plain_sdpa(encoder: Encoder) -> Tower:
-    """K3 as a good engine writes it in plain PyTorch: fused norms, complex rotation, one SDPA a block."""
+def plain_sdpa(encoder: Encoder, complex_rotation: bool = True) -> Tower:
+    """K3 as a good engine writes it in plain PyTorch: fused norms, complex rotation, one SDPA a block.
+
+    Compilers know no complex numbers: `complex_rotation=False` is for them.
+    """
     config, weights = encoder.config, dict(encoder.model.state_dict())
 
     def linear(x: Tensor, name: str) -> Tensor:
@@ -79,22 +82,26 @@ def plain_sdpa(encoder: Encoder) -> Tower:
     def norm(x: Tensor, name: str, eps: float) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weights[name], eps)
 
-    def turned(x: Tensor, turns: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        pairs = x.float().unflatten(-1, (-1, 2))
+        if complex_rotation:
+            product = torch.view_as_complex(pairs) * torch.complex(cos, sin)
+            return torch.view_as_real(product).flatten(-2).to(x.dtype)
+        a, b = pairs.unbind(-1)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
 
     def run(pixels: Tensor, grid: Tensor) -> Tensor:
         grids = as_grids(grid)
         x = linear(pixels.flatten(1).to(encoder.dtype), "vision_tower.patch_embed.proj.weight")
         table = weights["vision_tower.patch_embed.pos_emb.weight"]
         x = (x + grid_positions(table, grids, "bilinear", torch.float32)).to(encoder.dtype)
-        cos, sin = rope_table(grids, config.head_dim, 10000.0, torch.float32)
-        turns = torch.complex(cos, sin)[:, None]
+        cos, sin = (table[:, None] for table in rope_table(grids, config.head_dim, 10000.0, torch.float32))
         for number in range(config.num_layers):
             block = f"vision_tower.encoder.blocks.{number}."
             qkv = linear(norm(x, block + "norm0.weight", config.norm_eps), block + "wqkv.weight")
             q, k, v = qkv.unflatten(-1, (3, -1, config.head_dim)).unbind(1)
-            q, k, v = (part.transpose(0, 1)[None] for part in (turned(q, turns), turned(k, turns), v))
+            q, k = turned(q, cos, sin), turned(k, cos, sin)
+            q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
             mixed = F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
             x = x + linear(mixed, block + "wo.weight")
             hidden = linear(norm(x, block + "norm1.weight", config.norm_eps), block + "mlp.fc0.weight")
