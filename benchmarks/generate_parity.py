@@ -23,6 +23,7 @@ import transformers  # noqa: E402
 
 import engine_helpers as helpers  # noqa: E402
 from engine_checkpoints import MAKERS, picture  # noqa: E402
+from moonvit.engine import Clip  # noqa: E402
 
 
 def conversations(pictures: int, family: str) -> list[list[list[object]]]:
@@ -34,7 +35,7 @@ def conversations(pictures: int, family: str) -> list[list[list[object]]]:
     found.append([[random_pictures[0]], [random_pictures[1]], []])
     found.append([[helpers.CLIP], [random_pictures[2]], []])
     if family == "kimi_vl":
-        found = [turns for turns in found if not any(helpers.CLIP in media for media in turns)]
+        found = [turns for turns in found if not any(isinstance(m, Clip) for media in turns for m in media)]
     return found
 
 
