@@ -172,3 +172,38 @@ def test_grids_in_any_form(grid):
 def test_grids_that_are_none(grid):
     with pytest.raises((ValueError, TypeError)):
         as_grids(grid)
+
+
+def test_unequal_pictures_share_one_packed_call(monkeypatch):
+    """What CUDA in half precision does, with a stand-in for PyTorch's kernel that checks what it is given."""
+    from moonvit.ops import attention
+
+    q, k, v = torch.randn(3, 30, 2, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+    lengths = attention.Segments([4, 20, 6])
+    expected = attention.segment_attention(q, k, v, lengths)
+    calls = []
+
+    def kernel(query, key, value, starts, key_starts, longest, longest_key):
+        calls.append(starts)
+        assert starts.dtype == key_starts.dtype == torch.int32
+        assert longest == longest_key == 20
+        sizes = starts.diff().tolist()
+        return attention.segment_attention(query, key, value, sizes)
+
+    real = attention.takes_packed
+    assert not real(q)
+    monkeypatch.setattr(attention, "takes_packed", lambda x: not calls)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: kernel)
+    assert torch.equal(attention.segment_attention(q, k, v, lengths), expected)
+    assert calls[0].tolist() == [0, 4, 24, 30]
+    assert lengths.offsets(q.device) is calls[0]  # one copy to the device a pass
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_packed_attention_on_cuda():
+    from moonvit.ops.attention import segment_attention
+
+    q, k, v = torch.randn(3, 300, 2, 64, device="cuda").bfloat16().unbind(0)
+    found = segment_attention(q, k, v, [100, 50, 150])
+    expected = segment_attention(q.float(), k.float(), v.float(), [100, 50, 150])
+    assert (found.float() - expected).norm() < 1e-2 * expected.norm()

@@ -15,8 +15,8 @@ from PIL import features
 
 from moonvit._version import __version__
 from moonvit.cli import options
+from moonvit.native import cpu
 from moonvit.native.build import is_built
-from moonvit.native.cpu import cpu_flags, lacking
 from moonvit.places import cache_root
 from moonvit.threads import usable_cores
 
@@ -53,7 +53,7 @@ def examine() -> dict[str, dict[str, Any]]:
             "machine": platform.machine(),
             "torch kernels": torch.backends.cpu.get_cpu_capability(),
             "native kernels": _native(),
-            "features": " ".join(kernel_features()) or "unknown",
+            "features": " ".join(cpu_flags()) or "unknown",
             "threads": torch.get_num_threads(),
             "usable cores": usable_cores(),
         },
@@ -72,15 +72,15 @@ def examine() -> dict[str, dict[str, Any]]:
     }
 
 
-def kernel_features() -> list[str]:
+def cpu_flags() -> list[str]:
     """The matrix and vector features that decide which kernels run, where the system tells them."""
     wanted = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
-    return [flag for flag in wanted if flag in cpu_flags()]
+    return [flag for flag in wanted if flag in cpu.cpu_flags()]
 
 
 def _native() -> str:
     """Whether native kernels run here; nothing is compiled for the answer."""
-    return lacking() or (
+    return cpu.lacking() or (
         "built" if is_built() else "not built yet: the first use or moonvit build-native does"
     )
 

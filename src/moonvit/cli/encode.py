@@ -87,6 +87,7 @@ class Job:
 @options.device
 @options.backend
 @options.threads
+@options.backend
 @options.max_tokens
 @options.max_pixels
 @options.max_bytes
@@ -111,6 +112,7 @@ def command(
     device: str,
     backend: str,
     threads: int | None,
+    backend: str,
     max_tokens: int | None,
     max_pixels: int | None,
     max_bytes: int | None,

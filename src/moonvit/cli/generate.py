@@ -54,6 +54,7 @@ from moonvit.prompt.embeds import is_video
 @options.dtype
 @options.norm_eps
 @options.device
+@options.backend
 @options.max_tokens
 @options.max_pixels
 @options.max_bytes
@@ -76,6 +77,7 @@ def command(
     dtype: str,
     norm_eps: float | None,
     device: str,
+    backend: str,
     max_tokens: int | None,
     max_pixels: int | None,
     max_bytes: int | None,
@@ -104,7 +106,13 @@ def command(
         if not is_video(source):
             image_size(source, limits=limits, exif=turned)  # before transformers is imported
     generator = Generator.from_pretrained(
-        model, dtype=dtype, device=device, norm_eps=norm_eps, revision=revision, limits=limits
+        model,
+        dtype=dtype,
+        device=device,
+        norm_eps=norm_eps,
+        backend=backend,
+        revision=revision,
+        limits=limits,
     )
     chat = generator.chat(system, thinking=thinking)
     replies = []

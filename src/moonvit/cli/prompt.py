@@ -50,6 +50,7 @@ from moonvit.weights.source import open_checkpoint
 @options.dtype
 @options.norm_eps
 @options.device
+@options.backend
 @options.max_tokens
 @options.max_pixels
 @options.max_bytes
@@ -68,6 +69,7 @@ def command(
     dtype: str,
     norm_eps: float | None,
     device: str,
+    backend: str,
     max_tokens: int | None,
     max_pixels: int | None,
     max_bytes: int | None,
@@ -110,6 +112,7 @@ def command(
         dtype=dtype,
         device=device,
         norm_eps=norm_eps,
+        backend=backend,
         limits=limits,
         report=fetch_bar,
     )

@@ -59,6 +59,7 @@ class Generator:
         dtype: str | torch.dtype = "bfloat16",
         device: str | torch.device = "cpu",
         norm_eps: float | None = None,
+        backend: str = "auto",
         revision: str | None = None,
         token: str | bool | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -72,6 +73,7 @@ class Generator:
             dtype: of both halves' weights and activations.
             device: where both run.
             norm_eps: as `Encoder.from_pretrained`, like all that follow.
+            backend: of the tower.
             revision: branch, tag or commit of the repository.
             token: for the hub.
             cache_dir: for fetched files; None is huggingface-hub's own.
@@ -98,7 +100,7 @@ class Generator:
         require_transformers()
         written = PromptFormat.open(checkpoint, family)
         encoder = Encoder.from_pretrained(
-            directory, dtype=dtype, device=device, norm_eps=norm_eps, limits=limits
+            directory, dtype=dtype, device=device, norm_eps=norm_eps, backend=backend, limits=limits
         )
         config, tied = text_config(family, checkpoint.config, where)
         if config.hidden_size != encoder.config.text_hidden_size:
