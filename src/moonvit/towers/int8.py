@@ -1,0 +1,128 @@
+"""Linear layers in eight-bit integers, for passes without gradients on a CPU.
+
+Weights are rounded once, by output channel; activations in every pass, by row, that is by patch or token. So
+a picture's result does not depend on what else is in the batch. Sums are exact 32-bit integers; scales, bias
+and what follows are float32 until the result is rounded to the model's type.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moonvit.errors import MoonvitError
+from moonvit.native.cpu import cpu_flags
+from moonvit.native.int8 import int8_multiplies, int8_product
+from moonvit.native.library import load
+from moonvit.ops.quantize import quantize_rows
+
+QUANTIZE = ("int8",)
+_SKIPPED = "patch_embed"
+
+
+class Int8Linear(nn.Module):
+    """`nn.Linear` with rounded weights.
+
+    `state_dict` has `weight` in int8 [N, K], `weight_scale` in float32 [N], and the bias as it was.
+    """
+
+    backend = "eager"
+    weight: Tensor
+    weight_scale: Tensor
+    weight_sums: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight_NK, scale_N = quantize_rows(linear.weight.detach())
+        self.register_buffer("weight", weight_NK)
+        self.register_buffer("weight_scale", scale_N)
+        self.register_buffer("weight_sums", weight_NK.sum(1, dtype=torch.int32), persistent=False)
+        self.bias = linear.bias
+        self._packed: Tensor | None = None
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_packed": None}  # PyTorch's packed weights can be neither copied nor saved
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._packed = None
+        self.weight_sums = self.weight.sum(1, dtype=torch.int32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check(x)
+        x_RK = x.reshape(-1, self.in_features)
+        if self.backend == "native" and int8_multiplies(x_RK) and load().library is not None:
+            out_RN = self.into(x_RK, x_RK.new_empty(len(x_RK), self.out_features))
+        else:
+            out_RN = self.by_torch(x_RK)
+        return out_RN.unflatten(0, x.shape[:-1])
+
+    def into(self, x_RK: Tensor, out_RN: Tensor, then: str = "store") -> Tensor:
+        """The native kernel's result; `then` as in `moonvit.native.product`."""
+        bias = None if self.bias is None else self.bias.detach()
+        return int8_product(x_RK, self.weight, self.weight_scale, self.weight_sums, bias, out_RN, then)
+
+    def by_torch(self, x_RK: Tensor) -> Tensor:
+        """The same through oneDNN, by PyTorch; in bfloat16 with one more rounding, before the row's scale."""
+        if len(x_RK) == 0:
+            return x_RK.new_empty(0, self.out_features)
+        if self._packed is None:
+            self._packed = torch.ops.onednn.qlinear_prepack(self.weight, None)
+        q_RK, scale_R = quantize_rows(x_RK)
+        unsigned_RK = q_RK.view(torch.uint8).bitwise_xor_(128)  # the same as adding 128
+        zeros_N = torch.zeros(self.out_features, dtype=torch.int64)
+        out_RN: Tensor = torch.ops.onednn.qlinear_pointwise(
+            unsigned_RK, 1.0, 128, self._packed, self.weight_scale, zeros_N, None, 1.0, 0, x_RK.dtype, "none", [], ""
+        )  # fmt: skip
+        if self.bias is None:
+            return out_RN.mul_(scale_R[:, None])
+        return torch.addcmul(self.bias, out_RN, scale_R[:, None].to(x_RK.dtype))
+
+    def _check(self, x: Tensor) -> None:
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise MoonvitError(
+                "an int8 model has no gradients", "run it under torch.no_grad(), or load it without quantize"
+            )
+        if x.device.type != "cpu" or self.weight.device.type != "cpu":
+            raise MoonvitError(f"an int8 model runs on the CPU, not on {x.device}", "load it without quantize")
+        if self.weight_scale.dtype != torch.float32 or x.dtype not in (torch.bfloat16, torch.float32):
+            raise MoonvitError(
+                "an int8 model cannot change its type once it is loaded", "give dtype= to from_pretrained"
+            )
+
+
+def check_quantize(quantize: str | None, device: torch.device, dtype: torch.dtype) -> None:
+    """`MoonvitError` for what cannot be had: another kind, device or type, or a processor it would slow down."""
+    if quantize is None:
+        return
+    if quantize not in QUANTIZE:
+        raise MoonvitError(f"quantize is {quantize!r}, expected None or {', '.join(map(repr, QUANTIZE))}")
+    without = "leave quantize out"
+    if device.type != "cpu":
+        raise MoonvitError(f"quantize {quantize!r} is for the CPU, the device is {device}", without)
+    if dtype not in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        raise MoonvitError(f"quantize {quantize!r} goes with bfloat16 and float32, dtype is {name}", without)
+    if reason := int8_lacks():
+        raise MoonvitError(f"quantize {quantize!r} would gain nothing here: {reason}", without)
+
+
+def int8_lacks() -> str:
+    """Why eight-bit products do not pay here, or an empty string."""
+    if "avx512_vnni" not in cpu_flags():
+        return "the processor has no avx512_vnni"
+    return "" if torch.backends.mkldnn.is_available() else "this PyTorch has no oneDNN"
+
+
+def quantize_model(model: nn.Module) -> None:
+    """Round every linear layer but those of the patch embedding, in place, one at a time."""
+    for parent_name, parent in list(model.named_modules()):
+        if _SKIPPED in parent_name.split("."):
+            continue
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and name != _SKIPPED:
+                setattr(parent, name, Int8Linear(child))
