@@ -12,7 +12,6 @@ def quantize_rows(x_NK: Tensor) -> tuple[Tensor, Tensor]:
     The scale of a row is its largest magnitude / 127, the integers are x / scale rounded with halves to even,
     both in float32; a row of zeros has scale 0. Symmetric: -128 does not occur.
     """
-    x_NK = x_NK.float()
-    scale_N = x_NK.abs().amax(1) / LARGEST
+    scale_N = torch.linalg.vector_norm(x_NK, torch.inf, 1).float() / LARGEST
     divisor_N = torch.where(scale_N == 0, 1.0, scale_N)
     return (x_NK / divisor_N[:, None]).round_().to(torch.int8), scale_N

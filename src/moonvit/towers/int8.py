@@ -19,6 +19,9 @@ from moonvit.ops.quantize import quantize_rows
 QUANTIZE = ("int8",)
 _SKIPPED = "patch_embed"
 
+ROWS = 128
+"""Rows that PyTorch rounds and multiplies at a time: what lies between stays in the cache."""
+
 
 class Int8Linear(nn.Module):
     """`nn.Linear` with rounded weights.
@@ -72,6 +75,9 @@ class Int8Linear(nn.Module):
             return x_RK.new_empty(0, self.out_features)
         if self._packed is None:
             self._packed = torch.ops.onednn.qlinear_prepack(self.weight, None)
+        return torch.cat([self._rows(x) for x in torch.split(x_RK, ROWS)])
+
+    def _rows(self, x_RK: Tensor) -> Tensor:
         q_RK, scale_R = quantize_rows(x_RK)
         unsigned_RK = q_RK.view(torch.uint8).bitwise_xor_(128)  # the same as adding 128
         zeros_N = torch.zeros(self.out_features, dtype=torch.int64)
