@@ -58,10 +58,10 @@ def openvino(encoder: Encoder) -> Tower:
     class Module(torch.nn.Module):
         def __init__(self, grid: Tensor) -> None:
             super().__init__()
-            self.grid = grid
+            self.grids = grid.tolist()
 
         def forward(self, pixels: Tensor) -> Tensor:
-            return tower(pixels, self.grid)
+            return tower(pixels, self.grids)
 
     def run(pixels: Tensor, grid: Tensor) -> Tensor:
         if len(pixels) not in models:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moonvit.encoder import Encoder
+from moonvit.ops.grid import as_grids
 from moonvit.ops.positions import grid_positions
 from moonvit.ops.rotary import rope_table
 
@@ -71,7 +72,7 @@ def plain_sdpa(encoder: Encoder) -> Tower:
         return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
     def run(pixels: Tensor, grid: Tensor) -> Tensor:
-        grids = [tuple(grid[0].tolist())]
+        grids = as_grids(grid)
         x = linear(pixels.flatten(1).to(encoder.dtype), "vision_tower.patch_embed.proj.weight")
         table = weights["vision_tower.patch_embed.pos_emb.weight"]
         x = (x + grid_positions(table, grids, "bilinear", torch.float32)).to(encoder.dtype)

@@ -73,6 +73,7 @@ CASES: dict[str, list[Any]] = {
     "one picture": [picture(150, 90, 1)],
     "three pictures": [picture(60, 190, 2), picture(150, 90, 3), picture(57, 43, 4)],
     "video": [CLIP],
+    "slow video": [Clip([picture(56, 56, seed) for seed in range(30, 46)], fps=1.0)],
     "pictures and video": [picture(90, 60, 5), CLIP, picture(43, 57, 6)],
     "text alone": [],
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from conftest import IMAGES
 from moonvit.cli import group
 from moonvit.encoder import Encoder
-from moonvit.prompt import PromptFormat
+from moonvit.prompt import Image, PromptFormat, Turn
 from moonvit.prompt.embeds import PromptBuilder, PromptEmbeds, encode_media, question
 from moonvit.weights.checkpoint import LocalCheckpoint
 
@@ -170,3 +170,28 @@ def build(directory: Path, sources: list[str]) -> tuple[Encoder, PromptBuilder, 
     media = encode_media(encoder, sources)
     prompt = builder.format.encode(question("What is this?", [medium.part for medium in media]))
     return encoder, builder, builder.embed(prompt, media)
+
+
+def messages(turns: list[Turn]) -> list[dict[str, Any]]:
+    """The turns as transformers' templates and K3's own encoding take them."""
+    found = []
+    for turn in turns:
+        content = []
+        for part in turn.parts:
+            if isinstance(part, str):
+                content.append({"type": "text", "text": part})
+            else:
+                content.append({"type": "image" if isinstance(part, Image) else "video"})
+        message: dict[str, Any] = {"role": turn.role, "content": content}
+        if turn.name:
+            message["tool" if turn.role == "tool" else "name"] = turn.name
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
+        if turn.tool_calls:
+            message["tool_calls"] = [
+                {"id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in turn.tool_calls
+            ]
+        if turn.tool_call_id:
+            message["tool_call_id"] = turn.tool_call_id
+        found.append(message)
+    return found

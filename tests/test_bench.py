@@ -55,10 +55,11 @@ def test_growth_has_no_negative_part():
     assert growth(rows_of(float)[:1]) == []
 
 
-def test_work_is_what_the_formulas_say(encoder):
+@pytest.mark.parametrize("grid", [(1, 6, 10), (1, 8, 8)], ids=["resampled", "the table itself"])
+def test_work_is_what_the_formulas_say(encoder, grid):
     config = encoder.config
-    n = 6 * 10
-    work = work_of(encoder, (1, 6, 10))
+    n = grid[1] * grid[2]
+    work = work_of(encoder, grid)
     d, q, f = config.hidden_size, config.qkv_hidden_size, config.intermediate_size
     block = 3 * d * q + q * d + 2 * d * f
     projector = config.merged_size**2 + config.merged_size * config.text_hidden_size

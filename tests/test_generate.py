@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ from click.testing import CliRunner
 import engine_checkpoints as helpers
 from conftest import TINY
 from moonvit.cli import group
-from moonvit.engine import Clip, Generator
+from moonvit.engine import Clip, Generator, Look
 from moonvit.engine import library as library
 from moonvit.engine.media import Eyes
+from moonvit.engine.positions import Positions
+from moonvit.engine.session import Session
+from moonvit.engine.text import TextModel
 from moonvit.errors import ImageError, MoonvitError, PromptError
 from moonvit.prompt import Turn
 from moonvit.weights.checkpoint import LocalCheckpoint
@@ -69,6 +73,46 @@ def test_a_stream_left_early_leaves_no_trace(generator):
     )
 
 
+def test_streams_of_one_conversation_do_not_mix(generator):
+    expected = generator.generate("two", max_new_tokens=6)
+    chat = generator.chat()
+    first = chat.stream("one", max_new_tokens=6)
+    next(first)
+    second = chat.stream("two", max_new_tokens=6)
+    next(second)
+    with pytest.raises(MoonvitError, match="a later question of this conversation"):
+        next(first)
+    assert second.reply.ids == expected.ids
+    assert [turn.role for turn in chat.turns] == ["user", "assistant"]
+    with pytest.raises(MoonvitError, match="no reply"):
+        _ = first.reply
+
+
+def test_a_closed_stream_has_no_reply(generator):
+    stream = generator.stream("one", max_new_tokens=6)
+    next(stream)
+    stream.close()
+    with pytest.raises(MoonvitError, match="no reply: the stream was closed"):
+        _ = stream.reply
+
+
+def test_what_is_gone_on_from(generator, monkeypatch):
+    """All but the last token of the same; nothing at other places, nor where a cache cannot be cut back."""
+    request = generator.load().request(generator.format.encode([Turn("user", ("what?",))]), [])
+    moved = replace(request, positions=Positions(request.positions.prompt + 1))
+    whole = len(request.prompt.ids)
+    session = Session(generator.text)
+    first = session.prefill(request, ())
+    again = session.prefill(request, ())
+    assert session.computed == 1
+    assert torch.allclose(first, again, atol=1e-5)
+    session.prefill(moved, ())
+    assert session.computed == whole
+    monkeypatch.setattr(TextModel, "croppable", False)
+    session.prefill(moved, ())
+    assert session.computed == whole
+
+
 # Media
 
 
@@ -77,14 +121,43 @@ def test_a_picture_is_encoded_once(place, tmp_path):
     generator = Generator(eyes, None, None)
     PICTURE.save(tmp_path / "a.png")
     first, second, other = generator.see([tmp_path / "a.png", PICTURE, helpers.picture(90, 60, 2)])
-    assert first is second
+    assert first.key == second.key
+    assert first.embeddings[0] is second.embeddings[0]
+    assert (first.name, second.name) == (str(tmp_path / "a.png"), "PIL image 90x60")
     assert eyes.encoded == 2
-    assert generator.see((tmp_path / "a.png").read_bytes())[0] is first
+    assert generator.see((tmp_path / "a.png").read_bytes())[0].key == first.key
     assert generator.see([first, other]) == [first, other]
     assert eyes.encoded == 2
     small = Eyes(eyes.encoder, limit=other.nbytes)
     Generator(small, None, None).see([PICTURE, helpers.picture(90, 60, 2)])
     assert list(small.kept) == [other.key]
+
+
+def test_a_picture_that_changes_on_disk_is_seen_anew(generator, tmp_path):
+    keys = []
+    for seed in (1, 2):
+        helpers.picture(90, 60, seed).save(tmp_path / "a.png")
+        keys.append(generator.see(tmp_path / "a.png")[0].key)
+    assert keys[0] != keys[1]
+
+
+def test_what_is_kept_is_all_that_is_held(place):
+    """No view of a batch, which would hold the whole of it beyond the limit."""
+    generator = Generator.from_pretrained(place, dtype="float32")
+    for media in generator.see([helpers.picture(90, 60, seed) for seed in range(6)]):
+        assert media.embeddings[0].untyped_storage().nbytes() == media.nbytes
+
+
+def test_media_of_another_tower_are_refused(place):
+    generator = Generator.from_pretrained(place, dtype="float32")
+    (media,) = generator.see(PICTURE)
+    other = replace(media, family="qwen3_vl")
+    with pytest.raises(PromptError, match="encoded by the tower of qwen3_vl, not of qwen2_vl"):
+        generator.stream("what?", other)
+    narrow = replace(media, embeddings=(media.embeddings[0][:, :32],))
+    with pytest.raises(PromptError, match="embeddings of 32, but the text model's width is 64"):
+        generator.stream("what?", narrow)
+    assert not generator.text.loaded
 
 
 def test_a_video_file_is_encoded_once(generator, tmp_path):
@@ -241,6 +314,22 @@ def test_command_goes_on(place, generator):
     assert done.stdout == "".join(text + "\n" for text in expected)
 
 
+def test_command_keeps_what_was_answered(place):
+    options = ("--dtype", "float32", "--max-new-tokens", 2, "--chat", "--format", "json")
+    done = call(place, "what?", *options, stdin="and?\n" + "x" * 3000 + "\nso?\n")
+    assert done.exit_code != 0
+    assert "do not fit" in str(done.exception)
+    assert len(json.loads(done.stdout)["replies"]) == 2
+
+
+@pytest.mark.parametrize("closed", ["stdin", "stdout"])
+def test_command_with_a_closed_stream(place, closed):
+    words = [sys.executable, "-m", "moonvit", "generate", str(place), "what?", "--max-new-tokens", "2"]
+    shell = 'exec "$@" --chat <&-' if closed == "stdin" else 'exec "$@" >&-'
+    done = subprocess.run(["sh", "-c", shell, "sh", *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, "2 written" in done.stderr) == (0, True), done.stderr
+
+
 def test_command_samples(place):
     options = ("--dtype", "float32", "--max-new-tokens", 8, "--temperature", 1.5, "--top-k", 90)
     texts = [call(place, "what?", *options, "--seed", seed).stdout for seed in (1, 1, 2)]
@@ -251,3 +340,9 @@ def test_command_refuses():
     done = call(TINY, "what?")
     assert isinstance(done.exception, MoonvitError)
     assert "no text model of Kimi K3" in str(done.exception)
+
+
+def test_the_budget_holds_for_videos(generator):
+    clip = Clip([helpers.picture(112, 112, seed) for seed in range(4)], fps=2.0)
+    (whole,), (small,) = generator.see(clip), generator.see(clip, Look(max_tokens=4))
+    assert small.tokens < whole.tokens

@@ -13,7 +13,7 @@ from hub_server import HubServer
 from moonvit.engine import Generator
 from moonvit.engine import library as library
 from moonvit.engine.families import TEXT_FAMILIES
-from moonvit.errors import ConfigError, MoonvitError, TokenizerError, WeightsError
+from moonvit.errors import ConfigError, MoonvitError, PromptError, TokenizerError, WeightsError
 from moonvit.families import FAMILIES
 
 pytest.importorskip("transformers")
@@ -61,6 +61,7 @@ def test_without_tokenizer(copy):
         (lambda t: t.update({"model.norm.weight": torch.zeros(5)}), r"model\.norm\.weight: shape \[5\]"),
         (lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}), "type I8"),
         (lambda t: t.update({"model.layers.0.extra": torch.zeros(1)}), "has no such tensor"),
+        (lambda t: t.update({"model.layers.4.norm.weight": torch.zeros(1)}), "has no such tensor"),
         (lambda t: t.update({"audio.weight": torch.zeros(1)}), "no part of this family"),
         (lambda t: t.update({"language_model.model.norm.weight": torch.zeros(64)}), r"a second norm\.weight"),
         (lambda t: [t.pop(n) for n in list(t) if not n.startswith("visual")], "no text tensors"),
@@ -80,6 +81,7 @@ def test_what_older_and_longer_checkpoints_hold(copy, generator):
     tensors = load_file(copy / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     tensors["model.layers.4.eh_proj.weight"] = torch.zeros(8)
+    tensors["model.layers.4.enorm.weight"] = torch.zeros(8)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, copy / "model.safetensors")
     found = Generator.from_pretrained(copy, dtype="float32").generate("what?", PICTURE, max_new_tokens=5)
     assert found.ids == generator.generate("what?", PICTURE, max_new_tokens=5).ids
@@ -154,6 +156,53 @@ def test_config_of_kimi_vl_as_released(tmp_path):
     edit(tmp_path / "config.json", text_config=text | {"scoring_func": "softmax"})
     with pytest.raises(ConfigError, match=r"scoring_func.*softmax.*sigmoid"):
         Generator.from_pretrained(whole.directory)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"hidden_act": "nope"}, {"num_attention_heads": 0, "head_dim": None}, {"head_dim": -1}]
+)
+def test_what_transformers_cannot_build(copy, wrong):
+    whole = json.loads((copy / "config.json").read_text())
+    edit(copy / "config.json", text_config={**whole["text_config"], **wrong})
+    with pytest.raises(ConfigError, match="text_config"):
+        Generator.from_pretrained(copy)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"model_type": "qwen3_vl_moe"}, "qwen3_vl_moe"),
+        ({"model_type": "qwen3_5"}, "qwen3_5"),
+        ({"model_type": "qwen3_vl", "text": "qwen3_5_text"}, "qwen3_5_text"),
+        ({"model_type": "qwen3_vl", "text": "qwen3_vl_moe_text"}, "qwen3_vl_moe_text"),
+    ],
+)
+def test_towers_with_other_text_models(tmp_path, wrong, match):
+    """Their towers are read here, but the text model behind them is another."""
+    helpers.qwen3_vl(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = {**config["text_config"], "model_type": wrong.pop("text", "qwen3_vl_text")}
+    edit(tmp_path / "config.json", text_config=text, **wrong)
+    with pytest.raises(ConfigError, match=match):
+        Generator.from_pretrained(tmp_path)
+
+
+def test_ids_that_stand_for_nothing(tmp_path):
+    """A Kimi model may write ids that its tokenizer does not have; they are no text."""
+    whole = helpers.kimi_k25(tmp_path)
+    form = Generator.from_pretrained(whole.directory).format
+    form.size = 10**6
+    last = form.vocabulary.size
+    assert form.decode([104, last, last + 7, 105]) == form.decode([104, 105])
+
+
+def test_text_beyond_the_vocabulary(copy):
+    """Words of the tokenizer for which the model has no row."""
+    generator = Generator.from_pretrained(copy)
+    generator.format.size = max(generator.format.vocabulary.encode("é"))
+    with pytest.raises(PromptError, match="outside the vocabulary of"):
+        generator.stream("é")
+    assert not generator.text.loaded
 
 
 def test_a_text_model_that_is_not_deepseek(tmp_path):

@@ -17,11 +17,12 @@ from conftest import IMAGES
 from gguf_helpers import make, rewritten
 from moonvit.cli import group, one_line
 from moonvit.encoder import Encoder
-from moonvit.errors import ConfigError, MoonvitError, WeightsError
+from moonvit.errors import ConfigError, MoonvitError, TokenizerError, WeightsError
 from moonvit.mmproj import export_gguf
+from moonvit.prompt import PromptFormat
 from moonvit.weights.gguf import GgufCheckpoint
 from moonvit.weights.gguf_header import HEADER_LIMIT, parse_gguf
-from moonvit.weights.source import ConfigFiles, local_checkpoint
+from moonvit.weights.source import local_checkpoint
 
 PICTURE = IMAGES / "rgba_120x90.png"
 
@@ -257,7 +258,7 @@ REFUSALS = {
     "name the file: mmproj-x.gguf": ["info", "folder"],
     "exists already": ["export", "folder/mmproj-x.gguf", "-o", "folder/mmproj-x.gguf"],
     "--experimental is for -o x.gguf": ["export", "folder/mmproj-x.gguf", "-o", "d", "--experimental"],
-    "no tiktoken.model and no tokenizer.json": ["prompt", "folder/mmproj-x.gguf", "What is this?"],
+    "is a mmproj file, which has no tokenizer": ["prompt", "folder/mmproj-x.gguf", "What is this?"],
     "no place in a mmproj file": ["export", "folder/mmproj-x.gguf", "-o", "d.gguf", "--dtype", "float64"],
 }
 
@@ -273,8 +274,8 @@ def test_refusals_of_the_command_line(good, tmp_path, monkeypatch, message):
 
 
 def test_there_is_no_tokenizer(good):
-    with pytest.raises(WeightsError, match="is a mmproj file, which has no tokenizer"):
-        ConfigFiles(good)
+    with pytest.raises(TokenizerError, match="is a mmproj file, which has no tokenizer"):
+        PromptFormat.open(good)
 
 
 def test_one_line_and_exit_code(tmp_path):

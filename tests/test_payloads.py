@@ -3,6 +3,9 @@
 import base64
 import io
 import json
+import os
+import stat
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import parity_helpers as helpers
 from moonvit.encoder import Encoder
-from moonvit.errors import PromptError
+from moonvit.errors import MoonvitError, PromptError
 from moonvit.payloads import sglang_image, vllm_images, vllm_prompt
 from moonvit.prompt.embeds import PromptEmbeds
 from prompt_helpers import PHOTO, WIDE, build, run, write_tokenizer
@@ -95,7 +98,11 @@ def test_kimi_vl_in_sglang(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, TABLE: torch.randn(600, 40)}, tmp_path / "model.safetensors")
     _, _, embeds = build(tmp_path, [PHOTO, WIDE])
-    assert sglang_image(embeds)["image_grid_hws"].shape == (2, 2)
+    assert sglang_image(embeds)["image_grid_hws"].tolist() == embeds.grids[:, 1:].tolist()
+    assert embeds.grids[:, 0].tolist() == [1, 1]
+    coarse = PromptEmbeds(**{**vars(embeds), "merge_size": 1})
+    with pytest.raises(PromptError, match="picture 0: .* its grid"):
+        sglang_image(coarse)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +128,42 @@ def test_payloads_refused_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("payload", ["safetensors", "vllm-prompt", "sglang"])
+def test_where_nothing_can_be_written(payload, k3_text, tmp_path, monkeypatch):
+    """A device or pipe is not replaced by a file, and the tower is not loaded in vain."""
+    monkeypatch.setattr(Encoder, "from_pretrained", None)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    for name, message in (
+        ("pipe", "is no regular file"),
+        ("file/out", "is no directory"),
+        ("a" * 300, "cannot be written"),
+        ("link", "cannot be written"),
+    ):
+        done = run(k3_text, "Hi", PHOTO, "-o", tmp_path / name, "--payload", payload)
+        assert isinstance(done.exception, MoonvitError), (name, done.output)
+        assert message in str(done.exception)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    done = run(k3_text, "Hi", PHOTO, "-o", tmp_path / "out", "--payload", payload)
+    assert "no permission in" in str(done.exception)
+    own = k3_text / "tiktoken.model"
+    before = own.read_bytes()
+    done = run(k3_text, "Hi", PHOTO, "-o", own, "--payload", payload)
+    assert done.exit_code == 2
+    assert "is a file of the checkpoint" in done.output
+    assert own.read_bytes() == before
+
+
+@pytest.mark.parametrize("payload", ["safetensors", "vllm-prompt", "sglang"])
+def test_missing_directories_are_made(payload, k3_text, tmp_path):
+    output = tmp_path / "a" / "b" / "out"
+    for _ in range(2):  # the second time over the first
+        assert run(k3_text, "Hi", PHOTO, "-o", output, "--payload", payload).exit_code == 0
+    assert [path.name for path in output.parent.iterdir()] == ["out"]
+
+
 def test_shapes_are_checked_before_writing(qwen_text):
     _, _, embeds = build(qwen_text("qwen3_vl"), [PHOTO, WIDE])
     fields = vars(embeds)
@@ -139,6 +182,10 @@ def test_shapes_are_checked_before_writing(qwen_text):
         sglang_image(spoiled(deepstack=[[level[0][:, :7], level[1]] for level in embeds.deepstack]))
     with pytest.raises(PromptError, match=r"inputs_embeds is \[.*\], the prompt has .* ids"):
         sglang_image(spoiled(inputs_embeds=embeds.inputs_embeds[1:]))
+    slot = replace(embeds.prompt.slots[1], start=len(embeds.prompt.ids) - 1)
+    beyond = replace(embeds.prompt, slots=(embeds.prompt.slots[0], slot))
+    with pytest.raises(PromptError, match=f"slots lie beyond the {len(embeds.prompt.ids)} ids"):
+        sglang_image(spoiled(prompt=beyond))
     with pytest.raises(PromptError, match="inputs_embeds is not finite"):
         sglang_image(spoiled(inputs_embeds=embeds.inputs_embeds / 0))
     with pytest.raises(PromptError, match="expected a floating type"):

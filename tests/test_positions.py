@@ -66,7 +66,7 @@ def test_axial_positions(family, layout, tail):
         kind = "image" if isinstance(item.part, Image) else "video"
         grids[kind].append([len(item.grids), *item.grids[0][1:]])
     seconds = [item.interval for item in media if isinstance(item.part, Video)]
-    expected, delta = reference(family)(
+    expected, _ = reference(family)(
         torch.tensor([ids]),
         torch.tensor([kinds]),
         image_grid_thw=torch.tensor(grids["image"]) if grids["image"] else None,
@@ -74,7 +74,8 @@ def test_axial_positions(family, layout, tail):
         second_per_grid_ts=torch.tensor(seconds) if seconds else None,
     )
     assert torch.equal(found.prompt, expected[:, 0])
-    assert found.following == len(ids) + int(delta)
+    written = found.model_input(len(ids), len(ids) + 2)[:, 0]
+    assert torch.equal(written, expected[:, 0, -1:] + torch.tensor([1, 2]))
 
 
 def test_by_hand():
@@ -84,15 +85,14 @@ def test_by_hand():
         [0, 1, 1, 1, 1, 3, 4, 5],
         [0, 1, 2, 1, 2, 3, 4, 5],
     ]
-    assert found.following == 6
+    assert found.model_input(8, 10)[:, 0].tolist() == [[6, 7]] * 3
 
 
 def test_model_input_goes_on_behind_the_prompt():
-    found = axial_positions(5, [Span(1, 1, 2, 2)])
-    assert found.following == 3
-    assert found.model_input(3, 7)[:, 0].tolist() == [[1, 1, 3, 4], [2, 2, 3, 4], [1, 2, 3, 4]]
-    assert found.model_input(6, 8).shape == (3, 1, 2)
-    assert found.model_input(6, 8)[0].tolist() == [[4, 5]]
+    found = axial_positions(6, [Span(1, 1, 2, 2)])
+    assert found.model_input(3, 8)[:, 0].tolist() == [[1, 1, 3, 4, 5], [2, 2, 3, 4, 5], [1, 2, 3, 4, 5]]
+    assert found.model_input(7, 9).shape == (3, 1, 2)
+    assert found.model_input(7, 9)[0].tolist() == [[5, 6]]
     assert plain_positions(3).model_input(1, 5).tolist() == [[1, 2, 3, 4]]
 
 
@@ -104,4 +104,13 @@ def test_spans_must_fit(spans):
 
 def test_empty():
     assert axial_positions(0, []).prompt.shape == (3, 0)
-    assert plain_positions(0).following == 0
+    assert plain_positions(0).prompt.shape == (0,)
+
+
+def test_written_text_goes_on_behind_the_last_token():
+    """Not behind the furthest time of a slow video, and axis by axis where a picture comes last."""
+    slow = axial_positions(6, [Span(start=1, frames=3, rows=1, columns=1, interval=8.0)])
+    assert slow.prompt[0].tolist() == [0, 1, 9, 17, 2, 3]
+    assert slow.model_input(5, 8)[:, 0].tolist() == [[3, 4, 5]] * 3
+    bare = axial_positions(5, [Span(1, 1, 2, 2)])
+    assert bare.model_input(5, 6)[:, 0].tolist() == [[2], [3], [3]]

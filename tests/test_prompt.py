@@ -3,7 +3,9 @@
 import json
 import sys
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,6 +134,7 @@ def test_expansion_of_single_pads(family, formats):
         ([4, 5], "slot 0 has 3 pads, its embeddings 4 rows"),
         ([2, 7], "slot 1 has 1 pads, its embeddings 7 rows"),
         ([], "9 pads, but embeddings of 0 rows"),
+        ([0, 3, 6], "slot 0 has 3 pads, its embeddings 0 rows"),
     ],
 )
 def test_wrong_counts_name_both_numbers(counts, message, formats):
@@ -162,6 +165,26 @@ def test_ends(formats):
     files["generation_config.json"] = b'{"eos_token_id": "x"}'
     with pytest.raises(ConfigError, match="field 'eos_token_id' is"):
         PromptFormat.open(Folder(files), "qwen3_vl")
+    files["generation_config.json"] = b'{"eos_token_id": [-1, 264, 275, 151645]}'
+    form = PromptFormat.open(Folder(files), "qwen3_vl")
+    assert form.size == 275
+    assert form.end_ids == {264, form.vocabulary.marks["<|im_end|>"]}
+
+
+@pytest.mark.parametrize("family", ["kimi_k3", "qwen2_vl"])
+def test_ids_as_tensors_and_arrays(family, formats):
+    form = formats[family]
+    prompt = form.encode([Turn("user", (PICTURE, "x"))])
+    single = form.encode([Turn("user", (Image((640, 427), 1), "x"))])
+    for ids in (torch.tensor(prompt.ids), np.array(prompt.ids)):
+        assert form.slots(ids) == form.slots(ids, torch.tensor([3])) == form.slots(prompt.ids)
+        assert form.count(ids) == (3,)
+        assert form.decode(ids) == form.decode(prompt.ids)
+    assert form.expand(torch.tensor(single.ids), np.array([3])) == form.expand(single.ids, [3])
+    assert type(form.slots(prompt.ids, torch.tensor([3]))[0].length) is int
+    for ids, counts in ((["a"], None), ([1.5], None), (prompt.ids, [3.0]), (prompt.ids, ["3"])):
+        with pytest.raises(PromptError, match="are not whole numbers"):
+            form.slots(ids, counts)
 
 
 # Refusals
@@ -182,6 +205,12 @@ def test_ids_are_checked_against_the_config(family):
         open_format(family, {"text_config": {"vocab_size": 9}})
     with pytest.raises(ConfigError, match="'vocab_size' is 9"):
         open_format(family, {"vocab_size": 9})
+    highest = max(right.vocabulary.marks[literal] for literal in FORMS[family].needed)
+    assert open_format(family, {"vocab_size": highest + 1}).size == highest + 1
+    with pytest.raises(
+        ConfigError, match=f"'vocab_size' is {highest}, but the tokenizer has .* at {highest}"
+    ):
+        open_format(family, {"vocab_size": highest})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -209,8 +238,14 @@ def test_tokenizers_that_will_not_do(family):
         ("tiktoken.model", b"!!! 0\n", "line 1 is not a token"),
         ("tiktoken.model", b"YQ== 0\nYg==\n", "line 2 is not a token"),
         ("tiktoken.model", b"YQ== 0\nYg== 5\n", "ranks do not run from 0 to 1"),
-        ("tiktoken.model", b"YQ== 0\nYQ== 1\n", "ranks do not run"),
+        ("tiktoken.model", b"YQ== 0\nYQ== 1\n", "line 2 has the token of an earlier one"),
+        ("tiktoken.model", b"YQ== -1\n", "line 1 is not a token"),
+        ("tiktoken.model", b"YQ== " + b"9" * 5000, "line 1 is not a token"),
+        ("tiktoken.model", b"YQ== 1_0\n", "line 1 is not a token"),
+        ("tiktoken.model", b"YQ== 0\n", "no token for the byte 0"),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": 1}}', "added_tokens_decoder holds"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"0300": {"content": "a"}}}', "holds .*0300"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"%s": {"content": "a"}}}' % (b"9" * 5000), "decoder holds"),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"300": {"content": "a"}, "301": {"content": "a"}}}', "named twice"),
     ],
 )  # fmt: skip
@@ -223,6 +258,36 @@ def test_broken_tiktoken_files(name, data, message):
 def test_broken_tokenizer_json(data):
     with pytest.raises(TokenizerError, match="not a tokenizer"):
         PromptFormat.open(Folder({"tokenizer.json": data}), "qwen2_vl")
+
+
+def test_a_tokenizer_json_that_cuts_or_fills_up():
+    """Truncation and padding that training left in the file are not the prompt's."""
+    content = json.loads(qwen_files()["tokenizer.json"])
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    content["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "!",
+    }
+    form = PromptFormat.open(Folder({"tokenizer.json": json.dumps(content).encode()}), "qwen2_vl")
+    turns = [Turn("user", ("a question longer than three", PICTURE))]
+    assert form.encode(turns) == open_format("qwen2_vl").encode(turns)
+
+
+def test_a_tokenizer_that_panics(capfd):
+    content = json.loads(qwen_files()["tokenizer.json"])
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "(a|a)*$"}
+    form = PromptFormat.open(Folder({"tokenizer.json": json.dumps(content).encode()}), "qwen2_vl")
+    with pytest.raises(TokenizerError, match="tokenizer.json: fails on this text"):
+        form.encode([Turn("user", ("a" * 26 + "b",))])
 
 
 def test_markers_that_are_words_are_refused():
@@ -271,6 +336,7 @@ def test_unknown_families():
         (lambda: Turn("user", "text"), "in a tuple"),
         (lambda: Turn("user", (3,)), "in a tuple"),
         (lambda: Turn("user", (), reasoning="x"), "only an assistant"),
+        (lambda: ToolCall("f", None), "arguments of a tool call are NoneType"),
     ],
 )
 def test_parts_that_make_no_sense(build, message):
@@ -292,6 +358,13 @@ def test_parts_that_make_no_sense(build, message):
         ("kimi_k3", [], {"thinking_effort": "some"}, "expected one of low"),
         ("kimi_k3", [Turn("tool")], {}, "names no tool"),
         ("kimi_k3", [Turn("assistant", (), tool_calls=(ToolCall("f", "[1]"),))], {}, "not a JSON object"),
+        ("kimi_k3", [Turn("assistant", (), tool_calls=(ToolCall("f", "[" * 100_000),))], {}, "too deep"),
+        ("kimi_k3", [Turn("assistant", (), tool_calls=(ToolCall("f", {"a": object()}),))], {}, "must be JSON"),
+        ("kimi_k25", [Turn("assistant", (), tool_calls=(ToolCall("f", {"a": {1}}),))], {}, "must be JSON"),
+        ("qwen3_vl", [Turn("assistant", (), tool_calls=(ToolCall("f", {"a": b""}),))], {}, "must be JSON"),
+        ("kimi_k3", [], {"tools": [{"a": object()}]}, "must be JSON"),
+        ("kimi_k3", [], {"tools": [{"a": 1, 2: 3}]}, "must be JSON"),
+        *((family, turns, {}, "a sequence of Turn") for family in FAMILIES for turns in ("abc", None, [{"role": "user"}])),
     ],
 )  # fmt: skip
 def test_what_a_form_does_not_have(family, turns, how, message, formats):

@@ -38,11 +38,20 @@ def test_choices_follow_the_probabilities():
 @pytest.mark.parametrize(
     "wrong",
     [{"temperature": -0.1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1},
-     {"max_new_tokens": 0}, {"stop": ("",)}],
+     {"max_new_tokens": 0}, {"stop": ("",)}, {"temperature": "hot"}, {"top_k": 1.5}, {"max_new_tokens": 1.5},
+     {"max_new_tokens": True}, {"stop": (1,)}, {"stop": 1}, {"seed": -1}, {"seed": 2**63}, {"seed": "x"}],
 )  # fmt: skip
 def test_sampling_refuses(wrong):
     with pytest.raises(MoonvitError, match=next(iter(wrong))):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize("temperature", [1e-44, 1e-320])
+def test_almost_cold_is_cold(temperature):
+    """Logits over such a temperature overflow; the likeliest are left."""
+    logits_V = torch.tensor([-5.0, 3.0, 2.9])
+    assert Sampler(Sampling(temperature=temperature, seed=1)).choose(logits_V) == 1
+    assert Sampler(Sampling(temperature=temperature, top_p=0.5, top_k=2, seed=1)).choose(logits_V) == 1
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])

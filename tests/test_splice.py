@@ -1,5 +1,6 @@
 """Embeddings put into text: both conventions, the same tensors, nothing cut or filled up."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -227,6 +228,37 @@ def test_what_does_not_fit_together(put):
         put(text, ids[:, :2], [rows_of(1)], PAD)
 
 
+@pytest.mark.parametrize("put", [splice, grow])
+def test_what_is_no_embedding(put):
+    ids = torch.tensor([[1, 7, 2]])
+    text = table()[ids]
+    for wrong, message in (
+        (torch.ones(1, D).long(), "row 0: embedding 0 is torch.int64, expected a floating type"),
+        (torch.ones(1, D).cfloat(), "row 0: embedding 0 is torch.complex64"),
+        (
+            torch.ones(1, D).numpy(),
+            r"embedding 0 is a ndarray, expected a tensor \(encode with convert_to_tensor",
+        ),
+    ):
+        with pytest.raises(PromptError, match=message):
+            put(text, ids, [[wrong]], PAD)
+    with pytest.raises(PromptError, match="inputs_embeds is torch.int64, expected a floating type"):
+        put(text.long(), ids, [rows_of(1)], PAD)
+
+
+@pytest.mark.parametrize("put", [splice, grow])
+@pytest.mark.parametrize(
+    "wrap", [torch.tensor, np.int64, lambda pad: [pad], lambda pad: torch.tensor([pad, 8])]
+)
+def test_pad_ids_of_any_kind(put, wrap):
+    ids = torch.tensor([[1, 7, 2]])
+    found, expected = (put(table()[ids], ids, [rows_of(1)], pad) for pad in (wrap(PAD), PAD))
+    rows = [one if isinstance(one, torch.Tensor) else one.inputs_embeds for one in (found, expected)]
+    assert torch.equal(*rows)
+    with pytest.raises(PromptError, match="pad_ids are not whole numbers"):
+        put(table()[ids], ids, [rows_of(1)], ["7"])
+
+
 def test_what_grow_refuses():
     ids = torch.tensor([[1, 7, 2]])
     text = table()[ids]
@@ -234,5 +266,8 @@ def test_what_grow_refuses():
         grow(text, ids, [rows_of(1)], PAD, torch.tensor([[1, 0, 1]]))
     with pytest.raises(PromptError, match=r"labels is \[1, 2\], input_ids \[1, 3\]"):
         grow(text, ids, [rows_of(1)], PAD, labels=ids[:, :2])
+    for labels in (ids.to(torch.uint8), ids.float(), ids.bool()):  # which cannot hold -100
+        with pytest.raises(PromptError, match="labels is torch.*, expected a type of whole numbers"):
+            grow(text, ids, [rows_of(1)], PAD, labels=labels)
     with pytest.raises(ValueError, match="padding_side is 'both'"):
         grow(text, ids, [rows_of(1)], PAD, padding_side="both")

@@ -5,6 +5,7 @@ Names, rows and keys are those of llama.cpp's own converter; `moonvit.weights.gg
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from moonvit.weights.gguf_layout import parts_of, pieces
 from moonvit.weights.gguf_names import LAYOUTS, Layout
 from moonvit.weights.index import TORCH_DTYPES, Checkpoint
 from moonvit.weights.load import check_loadable, converted, expected_shapes, read_released, tower_only
-from moonvit.weights.place import beside
+from moonvit.weights.place import new_file
 
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
 """`general.file_type` where most matrices are of that type."""
@@ -199,10 +200,7 @@ def _write(
         torch.float16: GGMLQuantizationType.F16,
         torch.bfloat16: GGMLQuantizationType.BF16,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = beside(path)
-    writer = GGUFWriter(partial, "clip")
-    try:
+    with new_file(path) as partial, closing(GGUFWriter(partial, "clip")) as writer:
         _add_keys(writer, {**metadata, "general.file_type": FILE_TYPES[_mostly(plan)]})
         for planned in plan:
             kind = np.dtype(np.int16 if planned.dtype == torch.bfloat16 else str(planned.dtype)[6:])
@@ -216,10 +214,6 @@ def _write(
         writer.close()
         with partial.open("rb") as file:
             os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        writer.close()
-        partial.unlink(missing_ok=True)
 
 
 def _mostly(plan: Sequence[Planned]) -> torch.dtype:

@@ -7,13 +7,14 @@ B rows, T tokens in (S out), D width.
 """
 
 from collections.abc import Collection, Sequence
+from operator import index
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moonvit.errors import PromptError
-from moonvit.prompt.expand import cut, runs
+from moonvit.prompt.expand import cut, runs, whole_numbers
 
 IGNORED = -100
 """The label of what no loss is taken of, as PyTorch's cross-entropy has it."""
@@ -43,7 +44,8 @@ def splice(
     """`inputs_embeds` with each row's embeddings in place of its pads, one to one and in order.
 
     Args:
-        inputs_embeds: [B, T, D] of any floating type on any device; what stands at pads is not used.
+        inputs_embeds: [B, T, D] of type float64, 32, 16 or bfloat16 on any device; what stands at pads is
+            not used.
         input_ids: [B, T].
         embeddings: for each row its pictures' [n, D], which are brought to `inputs_embeds`' type and device.
         pad_ids: the pad, or those of pictures and videos.
@@ -101,6 +103,8 @@ def grow(
     for name, given in (("attention_mask", attention_mask), ("labels", labels)):
         if given is not None and given.shape != input_ids.shape:
             raise PromptError(f"{name} is {list(given.shape)}, input_ids {list(input_ids.shape)}")
+    if labels is not None and labels.dtype not in (torch.int64, torch.int32, torch.int16):
+        raise PromptError(f"labels is {labels.dtype}, expected a type of whole numbers that holds {IGNORED}")
     pads = _as_set(pad_ids)
     spans = _spans(attention_mask, input_ids)
     ids = [row[start:stop] for row, (start, stop) in zip(input_ids.tolist(), spans, strict=True)]
@@ -192,17 +196,32 @@ def _check(inputs_embeds: Tensor, input_ids: Tensor, embeddings: Sequence[Sequen
         )
     if isinstance(embeddings, Tensor) or len(embeddings) != len(input_ids):
         raise PromptError(f"{len(input_ids)} rows of ids, but {len(embeddings)} lists of embeddings")
+    if not inputs_embeds.is_floating_point():
+        raise PromptError(f"inputs_embeds is {inputs_embeds.dtype}, expected a floating type")
     width = inputs_embeds.shape[2]
     for row, pictures in enumerate(embeddings):
         for number, picture in enumerate(pictures):
+            if not isinstance(picture, Tensor):
+                raise PromptError(
+                    f"row {row}: embedding {number} is a {type(picture).__name__}, expected a tensor",
+                    "encode with convert_to_tensor=True",
+                )
             if picture.ndim != 2 or picture.shape[1] != width:
                 raise PromptError(
                     f"row {row}: embedding {number} is {list(picture.shape)}, the text's width is {width}"
                 )
+            if not picture.is_floating_point():
+                raise PromptError(
+                    f"row {row}: embedding {number} is {picture.dtype}, expected a floating type"
+                )
 
 
 def _as_set(pad_ids: PadIds) -> frozenset[int]:
-    return frozenset((pad_ids,)) if isinstance(pad_ids, int) else frozenset(pad_ids)
+    """Plain numbers, from tensors and arrays too."""
+    try:
+        return frozenset((index(pad_ids),))  # type: ignore[arg-type]
+    except TypeError:
+        return frozenset(whole_numbers(pad_ids, "pad_ids"))  # type: ignore[arg-type]
 
 
 def _mask(input_ids: Tensor, pads: Collection[int]) -> Tensor:

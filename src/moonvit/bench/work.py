@@ -50,6 +50,7 @@ def patches_of(encoder: Encoder, grid: Grid, seed: int = 0) -> Tensor:
 def work_of(encoder: Encoder, grid: Grid) -> Work:
     """Count the products of one picture, by PyTorch's own counter, on a model without memory."""
     model = family_of({"model_type": encoder.family}).empty_model(encoder.config)
+    model.requires_grad_(False)  # the counter stumbles over parameters handed on as they are
     t, h, w = grid
     shape = (t * h * w, *encoder.processor.patch_shape)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

@@ -65,6 +65,7 @@ def group() -> None:
 
 def main() -> NoReturn:
     """Run the command line; an error becomes one line on stderr."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read once by torch: huge pages, see docs/speed.md
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("moonvit.native").setLevel(logging.INFO)
     warnings.filterwarnings("ignore", module=r"PIL\.")  # whatever matters becomes an error of ours

@@ -14,7 +14,7 @@ from moonvit.bench.plot import plot
 from moonvit.bench.report import Row, as_document, as_text
 from moonvit.bench.run import benchmark, of_encoder
 from moonvit.cli import options
-from moonvit.cli.doctor import cpu_flags
+from moonvit.cli.doctor import kernel_features
 from moonvit.encoder import Encoder
 from moonvit.weights.source import find_checkpoint
 
@@ -72,20 +72,20 @@ def command(
 ) -> None:
     """Time the tower on square pictures, beside this machine's own matrix product.
 
-    All dtypes and backends take turns, round after round, with PyTorch's product of one of the tower's
+    All backends and dtypes take turns, round after round, with PyTorch's product of one of the tower's
     matrices, so that "of ceiling" is the part of the machine's rate that was reached. The table has the
     medians; the spread is from the slowest to the fastest run.
     """
     options.use_threads(threads)
     directory = str(find_checkpoint(model, revision=revision))
-    encoders = {
-        f"moonvit {dtype}" + ("" if backend == "auto" else f" {backend}"): Encoder.from_pretrained(
-            directory, dtype=dtype, device=device, backend=backend
+    contenders = [
+        of_encoder(
+            f"moonvit {backend} {dtype}",
+            Encoder.from_pretrained(directory, dtype=dtype, device=device, backend=backend),
         )
         for dtype in dtypes
         for backend in backends
-    }
-    contenders = [of_encoder(name, encoder) for name, encoder in encoders.items()]
+    ]
     rows: list[Row] = []
     for row in benchmark(contenders, sizes, rounds):
         rows.append(row)
@@ -109,5 +109,5 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
-        "features": cpu_flags(),
+        "features": kernel_features(),
     }

@@ -8,16 +8,14 @@ import click
 from moonvit.cli import fail, one_line, options
 from moonvit.cli.sources import expand
 from moonvit.config import PixelConfig
-from moonvit.configs.files import picture_rules
 from moonvit.errors import ImageError
 from moonvit.families import FAMILIES, family_of
-from moonvit.fields import parse_json
 from moonvit.pixels.base import PictureProcessor
 from moonvit.pixels.decode import Exif, Limits, describe
 from moonvit.pixels.kimi import KimiProcessor
 from moonvit.pixels.plan import ImagePlan
 from moonvit.presets import preprocessor_config
-from moonvit.weights.source import small_files
+from moonvit.weights.source import config_files
 
 
 @click.command("count")
@@ -61,9 +59,10 @@ def _processor(model: str | None, revision: str | None, limits: Limits) -> Pictu
     """The processor of that checkpoint's family; of K3 where there is no `config.json` beside its rules."""
     if model is None:
         return KimiProcessor(PixelConfig.from_dict(preprocessor_config()), limits)
-    files = {name: parse_json(data, f"{model}/{name}") for name, data in small_files(model, revision).items()}
-    rules, geometry = picture_rules(files.get, model), files.get("config.json")
-    family = family_of(geometry, f"{model}/config.json") if geometry is not None else FAMILIES[0]
+    files = config_files(model, revision, cached=True)
+    rules = files.picture_rules
+    there = "config.json" in files.file_names()
+    family = family_of(files.config, f"{model}/config.json") if there else FAMILIES[0]
     return family.processor(family.pixels(rules.values, rules.where), limits)
 
 

@@ -53,7 +53,7 @@ def examine() -> dict[str, dict[str, Any]]:
             "machine": platform.machine(),
             "torch kernels": torch.backends.cpu.get_cpu_capability(),
             "native kernels": _native(),
-            "features": " ".join(cpu_flags()) or "unknown",
+            "features": " ".join(kernel_features()) or "unknown",
             "threads": torch.get_num_threads(),
             "usable cores": usable_cores(),
         },
@@ -72,7 +72,7 @@ def examine() -> dict[str, dict[str, Any]]:
     }
 
 
-def cpu_flags() -> list[str]:
+def kernel_features() -> list[str]:
     """The matrix and vector features that decide which kernels run, where the system tells them."""
     wanted = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8")
     return [flag for flag in wanted if flag in cpu.cpu_flags()]

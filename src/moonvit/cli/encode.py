@@ -85,9 +85,9 @@ class Job:
 @options.dtype
 @options.norm_eps
 @options.device
-@options.threads
 @options.backend
 @options.quantize
+@options.threads
 @options.max_tokens
 @options.max_pixels
 @options.max_bytes
@@ -113,7 +113,6 @@ def command(
     backend: str,
     quantize: str | None,
     threads: int | None,
-    backend: str,
     max_tokens: int | None,
     max_pixels: int | None,
     max_bytes: int | None,

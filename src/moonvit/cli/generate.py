@@ -116,27 +116,28 @@ def command(
     )
     chat = generator.chat(system, thinking=thinking)
     replies = []
-    for question, shown in _questions(text, sources, several):
-        reply = _answered(chat.stream(question, shown, sampling=sampling, look=look), kind)
-        replies.append(reply)
-    if kind == "json":
-        click.echo(json.dumps(_document(chat, replies), indent=2))
+    try:
+        for question, shown in _questions(text, sources, several):
+            reply = _answered(chat.stream(question, shown, sampling=sampling, look=look), kind)
+            replies.append(reply)
+    finally:  # what was answered before a question that cannot be
+        if kind == "json" and replies:
+            click.echo(json.dumps(_document(chat, replies), indent=2))
 
 
 def _questions(text: str, sources: list[str], several: bool) -> Iterator[tuple[str, list[str]]]:
     yield text, sources
     if several:
-        for line in sys.stdin:
+        for line in sys.stdin or ():  # None where it is closed
             if line.strip():
                 yield line.rstrip("\n"), []
 
 
 def _answered(stream: Stream, kind: str) -> Reply:
     if kind == "text":
-        screen = sys.stdout.isatty()
+        screen = sys.stdout is not None and sys.stdout.isatty()
         for piece in stream:
             click.echo(_safe(piece) if screen else piece, nl=False)
-            sys.stdout.flush()
         click.echo()
     reply = stream.reply
     times = reply.seconds

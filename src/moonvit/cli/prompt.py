@@ -22,7 +22,10 @@ from moonvit.payloads import (
 from moonvit.pixels.decode import Exif, Limits
 from moonvit.prompt.embeds import PromptBuilder, PromptEmbeds, draft, encode_media, question
 from moonvit.prompt.parts import Prompt
+from moonvit.weights.checkpoint import LocalCheckpoint
 from moonvit.weights.hub import HubCheckpoint
+from moonvit.weights.index import Checkpoint
+from moonvit.weights.place import check_output
 from moonvit.weights.source import open_checkpoint
 
 
@@ -87,9 +90,9 @@ def command(
     limits = Limits(max_pixels=max_pixels or Limits.max_pixels, max_bytes=max_bytes or Limits.max_bytes)
     turned: Exif = "apply" if exif == "apply" else "ignore"
     sources = expand(media)
-    if output is not None and any(_same_file(output, source) for source in sources):
-        raise click.UsageError(f"-o {output} is one of the pictures")
     checkpoint = open_checkpoint(model, revision=revision)
+    if output is not None:
+        _check_output(output, sources, checkpoint)
     if isinstance(checkpoint, HubCheckpoint):
         revision = checkpoint.repo.commit  # of one commit, whatever happens meanwhile
     builder = PromptBuilder(checkpoint, limits)
@@ -123,7 +126,17 @@ def command(
     _report(builder.family, embeds.prompt, embeds, output, kind)
 
 
-def _same_file(output: Path, source: str) -> bool:
+def _check_output(output: Path, sources: list[str], checkpoint: Checkpoint) -> None:
+    """Refuse to write over what is read, or where nothing can be written."""
+    if any(_same_file(output, source) for source in sources):
+        raise click.UsageError(f"-o {output} is one of the pictures")
+    own = checkpoint.file_names() if isinstance(checkpoint, LocalCheckpoint) else []
+    if any(_same_file(output, Path(checkpoint.where, name)) for name in own):
+        raise click.UsageError(f"-o {output} is a file of the checkpoint")
+    check_output(output)
+
+
+def _same_file(output: Path, source: str | Path) -> bool:
     try:
         return output.exists() and output.samefile(source)
     except (OSError, ValueError):

@@ -1,12 +1,12 @@
 """Which text model of `transformers` goes with which family, and what its config says."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moonvit.engine.library import transformers_module
 from moonvit.errors import ConfigError, MoonvitError
-from moonvit.fields import Fields
+from moonvit.fields import Fields, shown
 
 TO_PROMPT = "moonvit prompt writes the embeddings for an engine that has it; see docs/engines.md"
 
@@ -87,11 +87,25 @@ def check_text_config(family: str, config: Mapping[str, Any], where: str) -> Non
                 "only bfloat16, float16 and float32 are read",
                 TO_PROMPT,
             )
-    if not text_family(family).nested:
+    if text_family(family).nested:
+        _check_text_types(family, holders)
+    else:
         text = top.section("text_config")
         for name, allowed in _DEEPSEEK_CHOICES.items():
             if text.values.get(name) is not None:
                 text.choice(name, *allowed)
+
+
+def _check_text_types(family: str, holders: Sequence[Fields]) -> None:
+    """Refuse the text models that others have behind this tower: experts, Qwen3.5's linear attention."""
+    for holder in holders:
+        found = holder.values.get("model_type")
+        if found not in (None, family, f"{family}_text"):
+            raise ConfigError(
+                f"{holder.where}: the text model is {shown(found)}; behind the tower of {family} "
+                f"only {family} is run here",
+                TO_PROMPT,
+            )
 
 
 def text_config(family: str, config: Mapping[str, Any], where: str) -> tuple[Any, bool]:

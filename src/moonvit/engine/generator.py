@@ -178,8 +178,10 @@ class Generator:
     def request(self, prompt: Prompt, media: Sequence[Media]) -> Request:
         """A prompt made elsewhere, such as by `format.expand`, with its media.
 
-        `PromptError` where slots and embeddings do not go together.
+        `PromptError` where slots and embeddings do not go together, and for media of another tower.
         """
+        for item in media:
+            item.check(self.family, self.text.config.hidden_size)
         config = self.eyes.encoder.config
         axial = config if isinstance(config, QwenConfig) else None
         return make_request(prompt, media, axial, self.per_second)

@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,6 +14,7 @@ from torch import Tensor
 from moonvit.clips import video_chunks
 from moonvit.configs.qwen import QwenConfig
 from moonvit.encoder import Encoder
+from moonvit.errors import PromptError
 from moonvit.ops.grid import Grid
 from moonvit.pixels.base import Prepared
 from moonvit.pixels.decode import Exif
@@ -54,6 +55,7 @@ class Media:
         interval: seconds from one chunk of a video to the next, as Qwen2.5-VL counts them; 0 for a picture.
         key: equal for media with equal embeddings.
         name: for reports.
+        family: of the tower.
     """
 
     part: Image | Video
@@ -63,11 +65,21 @@ class Media:
     interval: float
     key: str
     name: str
+    family: str = ""
 
     @property
     def tokens(self) -> int:
         """Rows in all slots together."""
         return sum(len(rows) for rows in self.embeddings)
+
+    def check(self, family: str, width: int) -> None:
+        """`PromptError` unless they are embeddings of that family and of that width."""
+        if self.family != family:
+            raise PromptError(f"{self.name}: encoded by the tower of {self.family}, not of {family}")
+        rows = [*self.embeddings, *(rows for layer in self.deepstack for rows in layer)]
+        wrong = [tensor.shape[1] for tensor in rows if tensor.shape[1] != width]
+        if wrong:
+            raise PromptError(f"{self.name}: embeddings of {wrong[0]}, but the text model's width is {width}")
 
     @property
     def nbytes(self) -> int:
@@ -121,18 +133,19 @@ class Eyes:
                 key = next(names)
                 found[key] = Media(
                     part=fresh[key].part,
-                    embeddings=(features.embeddings[place],),
-                    deepstack=tuple((rows[place],) for rows in features.deepstack),
+                    embeddings=(alone(features.embeddings[place]),),
+                    deepstack=tuple((alone(rows[place]),) for rows in features.deepstack),
                     grids=(prepared.plan.grid,),
                     interval=0.0,
                     key=key,
                     name=prepared.name,
+                    family=self.encoder.family,
                 )
                 self.encoded += 1
         for item in opened:
             if item.key in found:
                 self._keep(found[item.key])
-        return [item if isinstance(item, Media) else found[item.key] for item in opened]
+        return [item if isinstance(item, Media) else _named(found[item.key], item) for item in opened]
 
     def _video(self, source: Any, look: Look) -> Media:
         key = _file_key(source, look)
@@ -141,16 +154,17 @@ class Eyes:
             return self.kept[key]
         frames, fps = (source.frames, source.fps) if isinstance(source, Clip) else (source, None)
         video = open_video(frames, fps=fps, limits=self.encoder.processor.limits, exif=look.exif)
-        chunks = list(video_chunks(self.encoder, video))
+        chunks = list(video_chunks(self.encoder, video, max_tokens=look.max_tokens))
         sampled_fps = sum(len(chunk.frames) for chunk in chunks) / video.count * video.fps
         media = Media(
             part=Video(tuple(Chunk(chunk.timestamp, len(chunk.embeddings)) for chunk in chunks)),
-            embeddings=tuple(chunk.embeddings for chunk in chunks),
-            deepstack=tuple(zip(*(chunk.deepstack for chunk in chunks), strict=True)),
+            embeddings=tuple(alone(chunk.embeddings) for chunk in chunks),
+            deepstack=tuple(zip(*(map(alone, chunk.deepstack) for chunk in chunks), strict=True)),
             grids=tuple(chunk.grid for chunk in chunks),
             interval=_frames_of_a_patch(self.encoder) / sampled_fps,
             key=key,
             name=video.name,
+            family=self.encoder.family,
         )
         self.encoded += 1
         self._keep(media)
@@ -168,6 +182,18 @@ class Eyes:
 def as_list(media: Any) -> list[Any]:
     """One picture or several as a list."""
     return list(media) if isinstance(media, list | tuple) else [media]
+
+
+def _named(media: Media, opened: Opened) -> Media:
+    """The picture under the name, and for the prompt of the size, with which it came this time."""
+    if media.name == opened.prepared.name and media.part == opened.part:
+        return media
+    return replace(media, name=opened.prepared.name, part=opened.part)
+
+
+def alone(rows: Tensor) -> Tensor:
+    """The rows without the rest of a batch, which a view of them would keep in memory."""
+    return rows if rows.untyped_storage().nbytes() == rows.nbytes else rows.clone()
 
 
 def _names_video(source: Any) -> bool:
@@ -194,4 +220,4 @@ def _file_key(source: Any, look: Look) -> str:
         status = Path(source).stat()
     except OSError:  # said when it is opened
         return f"missing {uuid4()}"
-    return f"video {Path(source).resolve()} {status.st_size} {status.st_mtime_ns} {look.exif}"
+    return f"video {Path(source).resolve()} {status.st_size} {status.st_mtime_ns} {look}"

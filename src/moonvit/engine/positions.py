@@ -2,7 +2,8 @@
 
 Kimi's are plain: 0, 1, 2, … Qwen's have three axes: time, row and column. Text counts the same on all three;
 a picture's token stands at (start + frame, start + row, start + column), and what follows goes on behind the
-picture's longer side. Source: `get_rope_index` of transformers 5.24.
+picture's longer side. Source: `get_rope_index` of transformers 5.24. What is written behind a prompt goes on
+from its last token, as in transformers' `generate`, even where a slow video's time has run further.
 """
 
 from collections.abc import Sequence
@@ -38,29 +39,25 @@ class Span:
 
 @dataclass(frozen=True)
 class Positions:
-    """Places of a prompt's tokens, and where the tokens that are written behind it go on.
+    """Places of a prompt's tokens; what is written behind it goes on from the last, axis by axis.
 
     Attributes:
-        prompt: int64, [T], or [3, T] where a token has a time, a row and a column.
-        following: place of the first token behind the prompt, the same on all axes.
+        prompt: int64, [T], T at least 1, or [3, T] where a token has a time, a row and a column.
     """
 
     prompt: Tensor
-    following: int
 
     def model_input(self, start: int, stop: int) -> Tensor:
         """Places of tokens [start, stop), counted from the prompt's first, as [1, n] or [3, 1, n]."""
         length = self.prompt.shape[-1]
         own = self.prompt[..., start : min(stop, length)]
-        first = self.following + max(start - length, 0)
-        later = torch.arange(first, self.following + max(stop - length, 0))
-        later = later.expand(*self.prompt.shape[:-1], -1)
+        later = self.prompt[..., -1:] + 1 + torch.arange(max(start - length, 0), max(stop - length, 0))
         return torch.cat([own, later], dim=-1).unsqueeze(-2)
 
 
 def plain_positions(length: int) -> Positions:
     """0, 1, 2, …"""
-    return Positions(torch.arange(length), length)
+    return Positions(torch.arange(length))
 
 
 def axial_positions(length: int, spans: Sequence[Span]) -> Positions:
@@ -79,8 +76,7 @@ def axial_positions(length: int, spans: Sequence[Span]) -> Positions:
         place += max(span.rows, span.columns)
         token = span.start + span.length
     parts.append(_text(place, length - token))
-    prompt = torch.cat(parts, dim=1)
-    return Positions(prompt, int(prompt.max()) + 1 if length else 0)
+    return Positions(torch.cat(parts, dim=1))
 
 
 def _text(first: int, count: int) -> Tensor:

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from moonvit.errors import MoonvitError
+
 Finish = Literal["end", "stop", "length"]
 
 
@@ -50,9 +52,13 @@ class Stream(Iterator[str]):
 
     @property
     def reply(self) -> Reply:
-        """The whole reply; reads the rest of the stream if need be."""
+        """The whole reply; reads the rest of the stream if need be.
+
+        `MoonvitError` for a stream that was closed or failed before its end.
+        """
         if self._reply is None:
             for _ in self:
                 pass
-        assert self._reply is not None, "the stream was closed before its end"
+        if self._reply is None:
+            raise MoonvitError("no reply: the stream was closed, or failed, before its end")
         return self._reply

@@ -1,6 +1,8 @@
 """Which token comes next."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -33,14 +35,26 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        _require("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 or more")
-        _require("top_k", self.top_k, self.top_k >= 0, "0 or more")
-        _require("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
-        most = self.max_new_tokens
-        _require("max_new_tokens", most, most is None or most >= 1, "at least 1")
-        _require("stop", self.stop, all(stop), "texts that are not empty")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        good = isinstance(stop, Iterable) and all(isinstance(text, str) and text for text in stop)
+        _require("stop", self.stop, good, "texts that are not empty")
+        object.__setattr__(self, "stop", tuple(stop))
+        heat, most, seed = self.temperature, self.max_new_tokens, self.seed
+        _require("temperature", heat, _real(heat) and 0 <= heat < float("inf"), "0 or more")
+        _require("top_k", self.top_k, _whole(self.top_k) and self.top_k >= 0, "a whole number, 0 or more")
+        _require("top_p", self.top_p, _real(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1")
+        good = most is None or (_whole(most) and most >= 1)
+        _require("max_new_tokens", most, good, "a whole number, at least 1")
+        good = seed is None or (_whole(seed) and 0 <= seed < 2**63)
+        _require("seed", seed, good, "a whole number, 0 to 2^63 - 1")
+
+
+def _real(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _require(name: str, value: object, good: bool, expected: str) -> None:
@@ -50,12 +64,11 @@ def _require(name: str, value: object, good: bool, expected: str) -> None:
 
 def as_sampling(sampling: Sampling | None, how: dict[str, Any]) -> Sampling:
     """The sampling with some fields replaced; `MoonvitError` for a field that there is not."""
-    try:
-        return replace(sampling or Sampling(), **how)
-    except TypeError as error:
+    given = sorted(how.keys() - Sampling.__dataclass_fields__.keys())
+    if given:
         known = ", ".join(Sampling.__dataclass_fields__)
-        given = ", ".join(how.keys() - Sampling.__dataclass_fields__.keys())
-        raise MoonvitError(f"no such option: {given}", f"there are {known}") from error
+        raise MoonvitError(f"no such option: {', '.join(given)}", f"there are {known}")
+    return replace(sampling or Sampling(), **how)
 
 
 class Sampler:
@@ -87,7 +100,10 @@ def kept(logits_V: Tensor, sampling: Sampling) -> Tensor:
 
     The likeliest token always stays. Source: the warpers of transformers, in their order.
     """
-    logits_V = logits_V / sampling.temperature
+    cooled_V = logits_V / sampling.temperature
+    if not bool(torch.isfinite(cooled_V).all()):  # so cold that only the likeliest are left
+        cooled_V = torch.where(logits_V == logits_V.max(), 0.0, float("-inf"))
+    logits_V = cooled_V
     if 0 < sampling.top_k < len(logits_V):
         least = logits_V.topk(sampling.top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))

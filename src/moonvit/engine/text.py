@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from moonvit.engine.families import TextFamily
 from moonvit.engine.library import transformers_module
 from moonvit.engine.weights import TextWeights
+from moonvit.errors import ConfigError
 from moonvit.weights.checkpoint import LocalCheckpoint
 
 
 class TextModel:
     """The decoder and its head.
 
-    Built without weights; `load` reads them, so that everything else can be checked before.
+    Built without weights; `load` reads them, so that everything else can be checked before. `ConfigError`
+    for a config of which transformers cannot build it, `WeightsError` for tensors that are not its own.
 
     Attributes:
         config: of transformers.
@@ -29,9 +31,15 @@ class TextModel:
     def __init__(self, kind: TextFamily, config: Any, tied: bool, checkpoint: LocalCheckpoint) -> None:
         self.config = config
         module = transformers_module(kind.module)
-        with torch.device("meta"):
-            self.decoder: nn.Module = getattr(module, kind.model)(config).eval()
-            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        try:
+            with torch.device("meta"):
+                self.decoder: nn.Module = getattr(module, kind.model)(config).eval()
+                self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise ConfigError(
+                f"{checkpoint.where}/config.json: text_config: transformers cannot build {kind.model}: {said}"
+            ) from error
         self._cache_argument = cache_argument(self.decoder)
         self._weights = TextWeights(checkpoint, config.num_hidden_layers)
         self.tied = tied and "lm_head.weight" not in self._weights.stored

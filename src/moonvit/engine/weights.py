@@ -38,6 +38,9 @@ IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 
 LAYER = re.compile(r"layers\.(\d+)\.")
 
+PREDICTS = re.compile(r"layers\.(\d+)\.eh_proj\.weight")
+"""What only a layer has that predicts a token further ahead (DeepSeek-V3)."""
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -52,7 +55,7 @@ class TextWeights:
 
     Args:
         checkpoint: whole, or at least its text half.
-        layers: of the text model; layers behind them, which predict several tokens ahead, are left alone.
+        layers: of the text model; layers behind them that predict further tokens are left alone.
 
     Attributes:
         stored: {name inside: where it lies}.
@@ -65,6 +68,8 @@ class TextWeights:
         self.stored: dict[str, Stored] = {}
         self.faults: list[str] = []
         self._lost: set[str | None] = set()
+        heads = (PREDICTS.fullmatch(inner_name(name) or "") for name in checkpoint.weight_map)
+        self._ahead = {int(head[1]) for head in heads if head and int(head[1]) >= layers}
         vision = canonical_names(checkpoint.weight_map, checkpoint.names)
         by_shard: dict[str, list[str]] = {}
         for name, shard in checkpoint.weight_map.items():
@@ -95,7 +100,7 @@ class TextWeights:
 
     def _left_alone(self, inner: str) -> bool:
         layer = LAYER.match(inner)
-        return bool(IGNORED.fullmatch(inner)) or (layer is not None and int(layer[1]) >= self.layers)
+        return bool(IGNORED.fullmatch(inner)) or (layer is not None and int(layer[1]) in self._ahead)
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         """`WeightsError`, holding every fault, unless the tensors are exactly those expected."""

@@ -13,7 +13,7 @@
 #include <memory>
 #include <vector>
 
-#include "simd.h"
+#include "pack.h"
 
 namespace moonvit {
 namespace {
@@ -22,19 +22,6 @@ constexpr int kQueryColumns = 3;
 constexpr int kQueries = kQueryColumns * kLanes;
 constexpr int kKeys = 128;
 constexpr long kPackedKeys = 1024;  // keys that one packing task takes
-
-long padded(long keys) { return (keys + kRows - 1) / kRows * kRows; }
-
-// One head of one picture, and where its packed keys and values lie in the workspace.
-struct Unit {
-  long start, length, head;
-  Word *keys, *values;
-};
-
-struct Task {
-  const Unit* unit;
-  long begin, end;  // keys to pack, or queries to answer
-};
 
 // Memory of one thread: `groups` blocks of queries share each block of keys while it is in the cache.
 constexpr int kGroups = 4;
@@ -59,119 +46,6 @@ struct Scratch {
 };
 
 thread_local Scratch scratch;
-
-// ---- rows of q and k, turned by their angles ----
-
-inline void turn(float& a, float& b, float cosine, float sine) {
-  const float first = a * cosine - b * sine;
-  b = b * cosine + a * sine;
-  a = first;
-}
-
-inline void round_row(const float* x, long d, float* out) { std::copy(x, x + d, out); }
-
-inline void round_row(const float* x, long d, uint16_t* out) {
-  for (long i = 0; i < d; i += kRows) {
-    const __m128bh y = _mm256_cvtneps_pbh(_mm256_loadu_ps(x + i));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), (__m128i)y);
-  }
-}
-
-inline float widened(float x) { return x; }
-inline float widened(uint16_t x) { return to_float(x); }
-
-template <class Number>
-void turned_row(const Call& call, const Number* x, long patch, Number* out) {
-  const long d = call.head_dim, pairs = d / 2;
-  const float *cosine = call.cosine + patch * pairs, *sine = call.sine + patch * pairs;
-  float wide[kMaxHeadDim];
-  for (long i = 0; i < d; ++i) wide[i] = widened(x[i]);
-  if (call.rotation == kAdjacentPairs) {
-    for (long i = 0; i < pairs; ++i) turn(wide[2 * i], wide[2 * i + 1], cosine[i], sine[i]);
-  } else {
-    for (long i = 0; i < pairs; ++i) turn(wide[i], wide[i + pairs], cosine[i], sine[i]);
-  }
-  round_row(wide, d, out);
-}
-
-// ---- packing ----
-
-// Up to 16 rows of one head from `patch` on, as words; rows past `end` are zero.
-template <class Kind>
-void gather_rows(const Call& call, const Plane& x, long head, long patch, long end, Word* rows) {
-  using Number = typename Kind::Number;
-  const long d = call.head_dim, words = d / Kind::per_word;
-  for (int r = 0; r < kLanes; ++r) {
-    auto* out = reinterpret_cast<Number*>(rows + r * kMaxHeadDim);
-    if (patch + r >= end) {
-      std::fill(rows + r * kMaxHeadDim, rows + r * kMaxHeadDim + words, 0);
-      continue;
-    }
-    const Number* row = static_cast<const Number*>(x.data) + (patch + r) * x.row + head * x.head;
-    if (call.rotation == kNoRotation) {
-      std::copy(row, row + d, out);
-    } else {
-      turned_row(call, row, patch + r, out);
-    }
-  }
-}
-
-// Keys: [L / 8, d / per_word, 8] words.
-template <class Kind>
-void pack_keys(const Call& call, const Task& task) {
-  const Unit& unit = *task.unit;
-  const long words = call.head_dim / Kind::per_word, panel = words * kRows;
-  alignas(64) Word rows[kLanes * kMaxHeadDim];
-  for (long key = task.begin; key < task.end; key += kLanes) {
-    gather_rows<Kind>(call, call.k, unit.head, unit.start + key, unit.start + unit.length, rows);
-    Word* low = unit.keys + key / kRows * panel;
-    const bool both = padded(unit.length) > key + kRows;
-    exchange(rows, kMaxHeadDim, kLanes, words, [&](long w, __m512i x) {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(low + w * kRows), _mm512_castsi512_si256(x));
-      if (both)
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(low + panel + w * kRows), _mm512_extracti64x4_epi64(x, 1));
-    });
-  }
-}
-
-// Values: [d / 8, L / per_word, 8] words; a bfloat16 word holds one feature of two neighbouring patches.
-template <class Kind>
-void pack_values(const Call& call, const Task& task) {
-  using Number = typename Kind::Number;
-  const Unit& unit = *task.unit;
-  const long d = call.head_dim, panel = padded(unit.length) / Kind::per_word * kRows;
-  const Number* zero = static_cast<const Number*>(call.zeros);
-  auto row_of = [&](long key) {
-    const Number* first = static_cast<const Number*>(call.v.data) + unit.head * call.v.head;
-    return key < unit.length ? first + (unit.start + key) * call.v.row : zero;
-  };
-  for (long key = task.begin; key < task.end; key += Kind::per_word) {
-    Word* out = unit.values + key / Kind::per_word * kRows;
-    const Number* row = row_of(key);
-    if constexpr (Kind::per_word == 1) {
-      for (long i = 0; i < d; i += kRows) _mm256_storeu_ps(reinterpret_cast<float*>(out + i / kRows * panel), _mm256_loadu_ps(row + i));
-    } else {
-      const Number* next = row_of(key + 1);
-      for (long i = 0; i < d; i += kRows) {
-        const __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i)));
-        const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(next + i)));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i / kRows * panel), _mm256_or_si256(low, _mm256_slli_epi32(high, 16)));
-      }
-    }
-  }
-}
-
-// Queries: [d / per_word, 16 columns] words.
-template <class Kind, int columns>
-void pack_queries(const Call& call, const Unit& unit, long query, long end, Word* out) {
-  alignas(64) Word rows[kLanes * kMaxHeadDim];
-  for (int c = 0; c < columns; ++c) {
-    const long first = unit.start + query + c * kLanes;
-    gather_rows<Kind>(call, call.q, unit.head, first, unit.start + end, rows);
-    exchange(rows, kMaxHeadDim, kLanes, call.head_dim / Kind::per_word,
-             [&](long w, __m512i x) { _mm512_storeu_si512(out + (w * columns + c) * kLanes, x); });
-  }
-}
 
 // ---- one block of queries against one block of keys ----
 
@@ -255,7 +129,8 @@ void mix(const Word* values, long panel, const Word* probabilities, long steps, 
 }
 
 template <class Kind, int columns>
-void attend_block(const Call& call, const Unit& unit, long key, const Word* queries, Softmax<columns>& state, float* out) {
+void attend_block(const Call& call, const Unit& unit, long key, const Word* queries, Softmax<columns>& state,
+                  float* out) {
   const long d = call.head_dim, words = d / Kind::per_word, valid = std::min<long>(kKeys, unit.length - key);
   const __m512 scale = _mm512_set1_ps(call.scale * 1.44269504088896341f);  // powers of 2, not of e
   __m512 top[columns], shift[columns], factor[columns], sum[columns];
@@ -271,7 +146,8 @@ void attend_block(const Call& call, const Unit& unit, long key, const Word* quer
   weigh<Kind>(scratch.scores, keys, scale, shift, scratch.probabilities, sum);
   for (int c = 0; c < columns; ++c) state.sum[c] = _mm512_fmadd_ps(state.sum[c], factor[c], sum[c]);
   const long panel = padded(unit.length) / Kind::per_word * kRows;
-  mix<Kind>(unit.values + key / Kind::per_word * kRows, panel, scratch.probabilities, keys / Kind::per_word, d, factor, out);
+  mix<Kind>(unit.values + key / Kind::per_word * kRows, panel, scratch.probabilities, keys / Kind::per_word, d,
+            factor, out);
 }
 
 // ---- results ----
@@ -282,8 +158,10 @@ inline void put_row(__m512 x, __mmask16 mask, uint16_t* out) {
 }
 
 template <class Kind, int columns>
-void write_block(const Call& call, const Unit& unit, long query, long end, const Softmax<columns>& state, const float* out) {
+void write_block(const Call& call, const Unit& unit, long query, long end, const Softmax<columns>& state,
+                 const float* out) {
   const long d = call.head_dim;
+  auto* rows = static_cast<typename Kind::Number*>(call.out);
   for (int c = 0; c < columns; ++c) {
     const __m512 share = _mm512_div_ps(_mm512_set1_ps(1.0f), state.sum[c]);
     const long first = query + c * kLanes, count = std::min<long>(kLanes, end - first);
@@ -291,9 +169,10 @@ void write_block(const Call& call, const Unit& unit, long query, long end, const
       const __mmask16 mask = d - i >= kLanes ? 0xffff : 0x00ff;
       __m512i x[kLanes];
       for (int r = 0; r < kLanes; ++r)
-        x[r] = i + r < d ? _mm512_castps_si512(_mm512_mul_ps(share, load(out + ((i + r) * columns + c) * kLanes))) : _mm512_setzero_si512();
+        x[r] = i + r < d ? _mm512_castps_si512(_mm512_mul_ps(share, load(out + ((i + r) * columns + c) * kLanes)))
+                         : _mm512_setzero_si512();
       transpose(x);
-      auto* row = static_cast<typename Kind::Number*>(call.out) + (unit.start + first) * call.out_row + unit.head * d + i;
+      auto* row = rows + (unit.start + first) * call.out_row + unit.head * d + i;
       for (long r = 0; r < count; ++r) put_row(_mm512_castsi512_ps(x[r]), mask, row + r * call.out_row);
     }
   }
@@ -317,7 +196,8 @@ void attend(const Call& call, const Unit& unit, long begin, long end) {
     for (long g = 0; g < groups; ++g)
       attend_block<Kind>(call, unit, key, scratch.queries + g * d * width, state[g], scratch.out + g * d * width);
   for (long g = 0; g < groups; ++g)
-    write_block<Kind>(call, unit, begin + g * width, std::min(end, begin + (g + 1) * width), state[g], scratch.out + g * d * width);
+    write_block<Kind>(call, unit, begin + g * width, std::min(end, begin + (g + 1) * width), state[g],
+                      scratch.out + g * d * width);
 }
 
 // Blocks always begin at multiples of 48 queries, whatever a task holds: results do not hang on tasks.
@@ -373,17 +253,18 @@ void run_group(const Call& call, const std::vector<Unit>& units) {
 template <class Kind>
 void run(const Call& call) {
   std::vector<Unit> units;
-  Word *free = static_cast<Word*>(call.work), *end = free + call.work_words;
+  Word* const work = static_cast<Word*>(call.work);
+  int64_t used = 0;
   for (long s = 0; s < call.segments; ++s)
     for (long head = 0; head < call.heads; ++head) {
       const long start = call.starts[s], length = call.starts[s + 1] - start, words = words_of<Kind>(call, length);
-      if (free + 2 * words > end) {
+      if (used + 2 * words > call.work_words) {
         run_group<Kind>(call, units);
         units.clear();
-        free = static_cast<Word*>(call.work);
+        used = 0;
       }
-      units.push_back({start, length, head, free, free + words});
-      free += 2 * words;
+      units.push_back({start, length, head, work + used, work + used + words});
+      used += 2 * words;
     }
   run_group<Kind>(call, units);
 }
@@ -396,8 +277,8 @@ extern "C" int moonvit_attention(const moonvit::Call* call) {
   if (call->head_dim % kRows || call->head_dim > kMaxHeadDim || call->segments < 1) return 1;
   long longest = 0;
   for (long s = 0; s < call->segments; ++s) longest = std::max(longest, call->starts[s + 1] - call->starts[s]);
-  const long needed = 2 * (call->kind == kBfloat16 ? words_of<Bfloat16>(*call, longest) : words_of<Float32>(*call, longest));
-  if (needed > call->work_words) return 2;
+  const long words = call->kind == kBfloat16 ? words_of<Bfloat16>(*call, longest) : words_of<Float32>(*call, longest);
+  if (2 * words > call->work_words) return 2;
   call->kind == kBfloat16 ? run<Bfloat16>(*call) : run<Float32>(*call);
   return 0;
 }

@@ -11,7 +11,7 @@ from moonvit.native.workspace import workspace
 
 EPILOGUES = {"store": 0, "gelu_tanh": 1, "add": 2}
 
-_PACKED = 2**23  # bytes of rows at once: more of them no longer stay in the cache
+_PACKED = 2**22  # bytes of rows at once: more of them no longer stay in the cache
 
 
 def multiplies(x: Tensor) -> bool:

@@ -1,9 +1,10 @@
 """Payloads for vLLM's OpenAI-compatible server.
 
 Sources (vLLM main, read in December 2026): `tensor2base64` in `vllm/utils/serial_utils.py`,
-`safe_load_prompt_embeds` in `vllm/renderers/embed_utils.py`, `docs/features/prompt_embeds.md` and
-`docs/features/multimodal_inputs.md`, `_merge_embeds` in `vllm/entrypoints/chat_utils.py`, and the split of
-DeepStack columns in `vllm/model_executor/models/qwen3_vl.py`.
+`safe_load_prompt_embeds` in `vllm/frontend/processing/renderers/embed_utils.py`,
+`docs/features/prompt_embeds.md` and `docs/features/multimodal_inputs.md`, `_merge_embeds` in
+`vllm/entrypoints/chat_utils.py`, and the split of DeepStack columns in
+`vllm/model_executor/models/qwen3_vl.py`.
 """
 
 import json
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from moonvit.payloads.shapes import check_payload, check_pictures, check_whole, with_deepstack
 from moonvit.prompt.embeds import PromptEmbeds
-from moonvit.weights.place import beside
+from moonvit.weights.place import new_file
 
 
 def vllm_prompt(embeds: PromptEmbeds) -> dict[str, Any]:
@@ -69,9 +70,5 @@ def as_base64(tensor: Tensor) -> str:
 
 
 def _write(document: Any, path: Path) -> None:
-    partial = beside(path.resolve())
-    try:
+    with new_file(path) as partial:
         partial.write_text(json.dumps(document))
-        partial.replace(path.resolve())
-    finally:
-        partial.unlink(missing_ok=True)

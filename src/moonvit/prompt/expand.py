@@ -1,13 +1,14 @@
 """Pads in ids and text: expanded n-fold, counted, and found again."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from operator import index
 
 from moonvit.errors import PromptError
 
 
 def expand_ids(ids: Sequence[int], counts: Sequence[int], pads: Collection[int]) -> list[int]:
     """The ids with the n-th pad repeated counts[n] times; `PromptError` where there are more or fewer."""
-    _check_counts(sum(token in pads for token in ids), counts)
+    counts = _checked(sum(token in pads for token in ids), counts)
     left = iter(counts)
     return [token for old in ids for token in ([old] * next(left) if old in pads else [old])]
 
@@ -19,7 +20,7 @@ def expand_text(text: str, counts: Sequence[int], literals: Collection[str]) -> 
     """
     first = next(iter(literals))
     found = sum(text.count(literal) for literal in literals)
-    _check_counts(found, counts)
+    counts = _checked(found, counts)
     out, rest = "", text
     for count in counts:
         place, literal = min((rest.find(one), one) for one in literals if one in rest) if rest else (0, first)
@@ -44,6 +45,7 @@ def runs(ids: Sequence[int], pads: Collection[int]) -> list[tuple[int, int]]:
 def cut(found: Sequence[tuple[int, int]], counts: Sequence[int]) -> list[tuple[int, int]]:
     """The runs cut into slots of those lengths, which must fill them one behind the other."""
     slots: list[tuple[int, int]] = []
+    counts = whole_numbers(counts, "counts")
     left = list(counts)
     for start, length in found:
         stop = start + length
@@ -60,8 +62,18 @@ def cut(found: Sequence[tuple[int, int]], counts: Sequence[int]) -> list[tuple[i
     return slots
 
 
-def _check_counts(found: int, counts: Sequence[int]) -> None:
+def whole_numbers(values: Iterable[int], name: str) -> list[int]:
+    """Plain numbers, of a tensor or array too; `PromptError` for anything else."""
+    try:
+        return [index(value) for value in values]
+    except TypeError as error:
+        raise PromptError(f"{name} are not whole numbers: {error}") from error
+
+
+def _checked(found: int, counts: Sequence[int]) -> list[int]:
+    counts = whole_numbers(counts, "counts")
     if found != len(counts):
         raise PromptError(f"{found} pads to expand, but {len(counts)} counts")
     if any(count < 1 for count in counts):
         raise PromptError(f"counts are {list(counts)}, expected at least 1 each")
+    return counts

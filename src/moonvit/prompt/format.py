@@ -2,16 +2,17 @@
 
 import os
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from moonvit.errors import ConfigError, PromptError, TokenizerError
 from moonvit.fields import JSON_LIMIT, Fields, parse_json, shown
-from moonvit.prompt.expand import cut, expand_ids, expand_text, runs
+from moonvit.prompt.expand import cut, expand_ids, expand_text, runs, whole_numbers
 from moonvit.prompt.forms import FORMS
-from moonvit.prompt.parts import Kind, Prompt, Slot, Turn
+from moonvit.prompt.parts import Kind, Prompt, Slot, Turn, check_turns
 from moonvit.prompt.pieces import Choices, Mark, Pads, Piece, joined
-from moonvit.prompt.vocabulary import Files, Vocabulary, open_vocabulary
+from moonvit.prompt.vocabulary import Vocabulary, open_vocabulary
+from moonvit.weights.small import SmallFiles
 
 
 class PromptFormat:
@@ -21,7 +22,8 @@ class PromptFormat:
         family: such as "kimi_k3".
         vocabulary: the tokenizer.
         size: ids in all, as `config.json` says or, where it does not, as the tokenizer has.
-        end_ids: ids which end an assistant's turn: the family's own and those of `generation_config.json`.
+        end_ids: ids which end an assistant's turn: the family's own and those of `generation_config.json`,
+            but for ids outside the vocabulary, which no model of it can give.
     """
 
     def __init__(
@@ -38,11 +40,12 @@ class PromptFormat:
         self.vocabulary = vocabulary
         self._form = FORMS[family]
         self._resolve(Fields(config, where))
-        self.end_ids = frozenset({vocabulary.marks[literal] for literal in self._form.ends} | set(ends))
+        own = {vocabulary.marks[literal] for literal in self._form.ends}
+        self.end_ids = frozenset(own | {token for token in ends if 0 <= token < self.size})
         self._pads = frozenset(vocabulary.marks[literal] for literal in self._form.pads.values())
 
     @classmethod
-    def open(cls, checkpoint: Files | str | os.PathLike[str], family: str | None = None) -> Self:
+    def open(cls, checkpoint: SmallFiles | str | os.PathLike[str], family: str | None = None) -> Self:
         """The format of a checkpoint; of one named here only config and tokenizer files are read.
 
         Args:
@@ -55,9 +58,9 @@ class PromptFormat:
             PromptError: for an unknown family.
         """
         if isinstance(checkpoint, str | os.PathLike):
-            from moonvit.weights.source import ConfigFiles
+            from moonvit.weights.source import config_files
 
-            checkpoint = ConfigFiles(checkpoint)
+            checkpoint = config_files(checkpoint)
         where = f"{checkpoint.where}/config.json"
         if family is None:
             from moonvit.families import family_of
@@ -92,12 +95,12 @@ class PromptFormat:
             tools: K3: declarations of tools.
 
         Raises:
-            PromptError: for what the family's form does not have.
+            PromptError: for what the family's form does not have, and for text whose ids the model lacks.
         """
         if thinking is not None and not self._form.thinks:
             raise PromptError(f"{self.family} has no thinking mode", "leave thinking out")
         choices = Choices(add_generation_prompt, thinking, thinking_effort, tools)
-        pieces = self._form.render(turns, choices)
+        pieces = self._form.render(check_turns(turns), choices)
         ids: list[int] = []
         slots: list[Slot] = []
         text = ""
@@ -113,19 +116,19 @@ class PromptFormat:
             else:
                 ids += self._encode_text(piece)
                 text += piece
+        self.check_ids(ids)
         return Prompt(tuple(ids), tuple(slots), text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, markers written out; `PromptError` for an id outside the vocabulary."""
-        self.check_ids(ids)
-        return self.vocabulary.decode(ids)
+        return self.vocabulary.decode(self.check_ids(ids))
 
     def expand(self, ids: Sequence[int], counts: Sequence[int]) -> Prompt:
         """Ids with one pad a slot made into a prompt: the n-th pad comes counts[n] times.
 
         `PromptError` with both numbers where there are more pads or fewer.
         """
-        self.check_ids(ids)
+        ids = self.check_ids(ids)
         expanded = tuple(expand_ids(ids, counts, self._pads))
         return Prompt(expanded, self.slots(expanded, counts), self.vocabulary.decode(ids))
 
@@ -138,7 +141,7 @@ class PromptFormat:
 
     def count(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Pads of each run of them."""
-        return tuple(length for _, length in runs(ids, self._pads))
+        return tuple(length for _, length in runs(self.check_ids(ids), self._pads))
 
     def slots(self, ids: Sequence[int], counts: Sequence[int] | None = None) -> tuple[Slot, ...]:
         """The slots of an expanded prompt, each a run of pads; `part` is the number of the run.
@@ -151,7 +154,7 @@ class PromptFormat:
         Raises:
             PromptError: where pads and counts differ, with both numbers.
         """
-        self.check_ids(ids)
+        ids = self.check_ids(ids)
         found = runs(ids, self._pads)
         starts = [start for start, _ in found]
         places = found if counts is None else cut(found, counts)
@@ -160,11 +163,13 @@ class PromptFormat:
             for start, length in places
         )
 
-    def check_ids(self, ids: Sequence[int]) -> None:
-        """`PromptError` for an id outside the vocabulary."""
-        for token in ids:
+    def check_ids(self, ids: Iterable[int]) -> list[int]:
+        """The ids as plain numbers, of a tensor too; `PromptError` for one outside the vocabulary."""
+        listed = whole_numbers(ids, "ids")
+        for token in listed:
             if not 0 <= token < self.size:
                 raise PromptError(f"id {token} is outside the vocabulary of {self.size}")
+        return listed
 
     def _plain(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         """Optional markers that the tokenizer does not have as text."""
@@ -234,7 +239,7 @@ class PromptFormat:
         self._marked = frozenset(marks.values())
 
 
-def _generation_ends(files: Files) -> frozenset[int]:
+def _generation_ends(files: SmallFiles) -> frozenset[int]:
     """`eos_token_id` of `generation_config.json`, one or a list."""
     if "generation_config.json" not in files.file_names():
         return frozenset()

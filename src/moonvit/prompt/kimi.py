@@ -6,12 +6,11 @@ Tinker cookbook (think tags, tool calls, the line break behind a picture), ms-sw
 both. K2.5's declaration of tools is not written here.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 
 from moonvit.errors import PromptError
 from moonvit.prompt.parts import Chunk, Image, ToolCall, Turn, Video
-from moonvit.prompt.pieces import Choices, Mark, Pads, Piece, numbered
+from moonvit.prompt.pieces import Choices, Mark, Pads, Piece, as_json, numbered
 
 MIDDLE, END = Mark("<|im_middle|>"), Mark("<|im_end|>")
 SPEAKERS = {
@@ -98,6 +97,6 @@ def _calls(calls: Sequence[ToolCall]) -> Iterator[Piece]:
     yield CALLS
     for call in calls:
         arguments = call.arguments
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        text = arguments if isinstance(arguments, str) else as_json(arguments)
         yield from (CALL, call.id, ARGUMENTS, text, CALL_END)
     yield CALLS_END

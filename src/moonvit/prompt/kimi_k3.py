@@ -7,12 +7,13 @@ each of its attributes are tokenized apart, as there; so is every part of a turn
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from moonvit.errors import PromptError
 from moonvit.prompt.kimi import MEDIA_BEGIN, MEDIA_CONTENT, MEDIA_END, chunk_prompt
 from moonvit.prompt.parts import Image, ToolCall, Turn, Video
-from moonvit.prompt.pieces import Choices, Mark, Pads, Piece, numbered
+from moonvit.prompt.pieces import Choices, Mark, Pads, Piece, as_json, numbered
 
 OPEN, CLOSE, SEPARATOR = Mark("<|open|>"), Mark("<|close|>"), Mark("<|sep|>")
 END = Mark("<|end_of_msg|>")
@@ -45,14 +46,18 @@ def kimi_k3(turns: Sequence[Turn], choices: Choices) -> Iterator[Piece]:
 
 
 def in_call_order(turns: Sequence[Turn]) -> list[Turn]:
-    """Tool results put into the order of the calls they answer, where each names one by its id."""
+    """Tool results put into the order of the calls they answer, and named by them.
+
+    As in the source only where every one of a run names a call by its id; else all are left as they are.
+    """
     ordered: list[Turn] = []
-    places: dict[str, int] = {}
+    places: dict[str, tuple[int, str]] = {}
     run: list[Turn] = []
 
     def settle() -> None:
         if all(turn.tool_call_id in places for turn in run):
-            run.sort(key=lambda turn: places[turn.tool_call_id])
+            run.sort(key=lambda turn: places[turn.tool_call_id][0])
+            run[:] = [replace(turn, name=places[turn.tool_call_id][1]) for turn in run]
         ordered.extend(run)
         run.clear()
 
@@ -64,16 +69,13 @@ def in_call_order(turns: Sequence[Turn]) -> list[Turn]:
         if turn.role == "assistant":
             places = {}
             for place, call in enumerate(turn.tool_calls):
-                places.setdefault(call.id, place) if call.id else None
+                places.setdefault(call.id, (place, call.name)) if call.id else None
         ordered.append(turn)
     settle()
     return ordered
 
 
 def _tool_name(turn: Turn, calls: Sequence[ToolCall], index: int) -> str:
-    by_id = [call.name for call in calls if call.id and call.id == turn.tool_call_id]
-    if by_id:
-        return by_id[0]
     if turn.name:
         return turn.name
     if index <= len(calls):
@@ -103,6 +105,8 @@ def _arguments(arguments: Mapping[str, Any] | str) -> Iterator[Piece]:
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments) if arguments.strip() else {}
+        except RecursionError as error:
+            raise PromptError("arguments of a tool call are nested too deep") from error
         except ValueError:
             yield from (*_open("json", ("type", "object")), arguments, *_close("json"))
             return
@@ -111,7 +115,7 @@ def _arguments(arguments: Mapping[str, Any] | str) -> Iterator[Piece]:
         arguments = parsed
     for key, value in arguments.items():
         yield from _open("argument", ("key", key), ("type", _type_name(value)))
-        yield value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        yield value if isinstance(value, str) else as_json(value)
         yield from _close("argument")
 
 
@@ -140,7 +144,7 @@ def _content(parts: Iterable[str | tuple[int, Image | Video]]) -> Iterator[Piece
 
 
 def _declaration(tools: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    listed = json.dumps(_sorted(list(tools)), ensure_ascii=False, separators=(",", ":"))
+    listed = as_json(list(tools), sort_keys=True, separators=(",", ":"))
     body = f"# Tools\nHere are the available tools, described in JSONSchema.\n\n```json\n{listed}\n```"
     yield from _system("tool-declare", body)
 
@@ -170,10 +174,3 @@ def _open(tag: str, *attributes: tuple[str, Any]) -> Iterator[Piece]:
 
 def _close(tag: str) -> Iterator[Piece]:
     yield from (CLOSE, tag, SEPARATOR)
-
-
-def _sorted(value: Any) -> Any:
-    """With the keys of every object in order."""
-    if isinstance(value, Mapping):
-        return {key: _sorted(item) for key, item in sorted(value.items())}
-    return [_sorted(item) for item in value] if isinstance(value, list) else value

@@ -1,6 +1,6 @@
 """What a prompt is made of, and what comes of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,6 +62,12 @@ class ToolCall:
     arguments: Mapping[str, Any] | str
     id: str = ""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.arguments, Mapping | str):
+            raise PromptError(
+                f"arguments of a tool call are {type(self.arguments).__name__}, not by name or text"
+            )
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -120,6 +126,14 @@ class Prompt:
 def media(turns: Sequence[Turn]) -> list[Image | Video]:
     """The pictures and videos of a conversation in order."""
     return [part for turn in turns for part in turn.parts if not isinstance(part, str)]
+
+
+def check_turns(turns: Iterable[Turn]) -> tuple[Turn, ...]:
+    """The turns, or `PromptError` for anything else."""
+    listed = tuple(turns) if isinstance(turns, Iterable) else (turns,)
+    if not all(isinstance(turn, Turn) for turn in listed):
+        raise PromptError("a conversation is a sequence of Turn")
+    return listed
 
 
 def _check_tokens(tokens: int) -> None:

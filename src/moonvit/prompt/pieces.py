@@ -3,10 +3,12 @@
 Nothing ever looks for markers inside text, so that text cannot bring one in.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moonvit.errors import PromptError
 from moonvit.prompt.parts import Image, Kind, Turn, Video
 
 
@@ -38,6 +40,14 @@ class Choices:
     thinking: bool | None = None
     thinking_effort: str | None = "max"
     tools: Sequence[Mapping[str, Any]] = ()
+
+
+def as_json(value: Any, **how: Any) -> str:
+    """The value as JSON, letters beyond ASCII as they are; `PromptError` for what JSON does not have."""
+    try:
+        return json.dumps(value, ensure_ascii=False, **how)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(f"tools and arguments must be JSON: {error}") from error
 
 
 def numbered(turns: Iterable[Turn]) -> Iterator[tuple[Turn, list[str | tuple[int, Image | Video]]]]:

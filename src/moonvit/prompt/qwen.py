@@ -5,13 +5,11 @@ Sources: the chat templates of the released checkpoints and the processors of tr
 timestamped blocks in place of `<|video_pad|>`, leaving the template's markers around them.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from moonvit.errors import PromptError
 from moonvit.prompt.parts import Image, ToolCall, Turn, Video
-from moonvit.prompt.pieces import Choices, Mark, Pads, Piece, numbered
+from moonvit.prompt.pieces import Choices, Mark, Pads, Piece, as_json, numbered
 
 START, END = Mark("<|im_start|>"), Mark("<|im_end|>")
 VISION_START, VISION_END = Mark("<|vision_start|>"), Mark("<|vision_end|>")
@@ -75,14 +73,9 @@ def _content(parts: Iterable[str | tuple[int, Image | Video]], timestamped: bool
 
 def _call(call: ToolCall, newline: bool) -> Iterator[Piece]:
     arguments = call.arguments
-    text = arguments if isinstance(arguments, str) else _json(arguments)
+    text = arguments if isinstance(arguments, str) else as_json(arguments)
     yield "\n" if newline else ""
     yield from (CALL, f'\n{{"name": "{call.name}", "arguments": {text}}}\n', CALL_END)
-
-
-def _json(value: Mapping[str, Any]) -> str:
-    """As transformers' `tojson` filter writes it."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _refuse_tools(turns: Sequence[Turn], choices: Choices) -> None:

@@ -5,13 +5,16 @@
 """
 
 import json
+import re
 from base64 import b64decode
 from binascii import Error as Base64Error
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Protocol
 
 from moonvit.errors import ConfigError, MoonvitError, TokenizerError
 from moonvit.fields import JSON_LIMIT, Fields, parse_json, shown
+from moonvit.weights.small import SmallFiles
 
 TOKENIZER_LIMIT = 64 * 2**20
 """Bytes of a tokenizer file."""
@@ -38,17 +41,6 @@ KIMI_PATTERN = "|".join(
 """How Kimi's tokenizers split text; source: `tokenization_kimi.py` of the released checkpoints."""
 
 
-class Files(Protocol):
-    """A checkpoint as far as its small files go, such as `moonvit.weights.index.Checkpoint`."""
-
-    where: str
-
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-    def file_names(self) -> list[str]: ...
-    def small_file(self, name: str, limit: int) -> bytes: ...
-
-
 class Vocabulary(Protocol):
     """What prompts need of a tokenizer.
 
@@ -67,13 +59,17 @@ class Vocabulary(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, markers written out; broken UTF-8 becomes U+FFFD."""
+        """The text of ids, markers written out; broken UTF-8 becomes U+FFFD, an id of nothing no text."""
         ...
 
 
-def open_vocabulary(files: Files) -> Vocabulary:
+def open_vocabulary(files: SmallFiles) -> Vocabulary:
     """The tokenizer of a checkpoint; `TokenizerError` where there is none or it is broken."""
     names = files.file_names()
+    if files.where.lower().endswith(".gguf"):
+        raise TokenizerError(
+            f"{files.where}: is a mmproj file, which has no tokenizer", "give the directory of the checkpoint"
+        )
     if "tiktoken.model" in names:
         return TiktokenVocabulary(files, names)
     if "tokenizer.json" in names:
@@ -87,7 +83,7 @@ def open_vocabulary(files: Files) -> Vocabulary:
 class TiktokenVocabulary:
     """A Kimi tokenizer: ranks in `tiktoken.model`, markers in `tokenizer_config.json`."""
 
-    def __init__(self, files: Files, names: Sequence[str]) -> None:
+    def __init__(self, files: SmallFiles, names: Sequence[str]) -> None:
         try:
             import tiktoken
         except ImportError as error:
@@ -110,16 +106,17 @@ class TiktokenVocabulary:
             raise TokenizerError(f"{self.name}: not a tokenizer: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        return [token for piece in _pieces(text) for token in self._model.encode_ordinary(piece)]
+        with _panics(self.name):
+            return [token for piece in _pieces(text) for token in self._model.encode_ordinary(piece)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._model.decode(list(ids))
+        return self._model.decode([token for token in ids if token < self.size])
 
 
 class JsonVocabulary:
     """A `tokenizer.json`; a second copy without its added tokens encodes ordinary text."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: SmallFiles) -> None:
         try:
             import tokenizers
         except ImportError as error:
@@ -128,7 +125,8 @@ class JsonVocabulary:
         data = _read(files, "tokenizer.json")
         try:
             content = Fields(parse_json(data, self.name), self.name).values
-            plain = {**content, "added_tokens": [], "post_processor": None}
+            plain = {**content, **dict.fromkeys(("post_processor", "truncation", "padding"))}
+            plain["added_tokens"] = []
             self._model = tokenizers.Tokenizer.from_buffer(data)
             self._plain = tokenizers.Tokenizer.from_str(json.dumps(plain))
         except Exception as error:  # tokenizers raises bare Exception
@@ -138,13 +136,14 @@ class JsonVocabulary:
         self.size = 1 + max(self._model.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._plain.encode(text, add_special_tokens=False).ids)
+        with _panics(self.name):
+            return list(self._plain.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids), skip_special_tokens=False))
 
 
-def _read(files: Files, name: str) -> bytes:
+def _read(files: SmallFiles, name: str) -> bytes:
     try:
         return files.small_file(name, TOKENIZER_LIMIT)
     except ConfigError as error:
@@ -154,19 +153,30 @@ def _read(files: Files, name: str) -> bytes:
 def _ranks(data: bytes, where: str) -> dict[bytes, int]:
     """The lines of a tiktoken file: a token in base64 and its rank; ranks run from 0 without a gap."""
     ranks: dict[bytes, int] = {}
-    try:
-        for line in data.splitlines():
-            if line:
-                token, rank = line.split()
-                ranks[b64decode(token, validate=True)] = int(rank)
-    except (ValueError, Base64Error) as error:
-        raise TokenizerError(f"{where}: line {len(ranks) + 1} is not a token and its rank") from error
+    for number, line in enumerate(data.splitlines(), start=1):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            token = b64decode(token, validate=True)
+        except (ValueError, Base64Error) as error:
+            raise TokenizerError(f"{where}: line {number} is not a token and its rank") from error
+        if not (rank.isdigit() and len(rank) < 10):
+            raise TokenizerError(f"{where}: line {number} is not a token and its rank")
+        if token in ranks:
+            raise TokenizerError(f"{where}: line {number} has the token of an earlier one")
+        ranks[token] = int(rank)
     if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
         raise TokenizerError(f"{where}: ranks do not run from 0 to {len(ranks) - 1}")
+    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if lacking:
+        raise TokenizerError(
+            f"{where}: has no token for the byte {lacking[0]}", "not every text can be written"
+        )
     return ranks
 
 
-def _added_tokens(files: Files) -> dict[int, str]:
+def _added_tokens(files: SmallFiles) -> dict[int, str]:
     """{id: literal} of `added_tokens_decoder`."""
     where = f"{files.where}/tokenizer_config.json"
     config = Fields(parse_json(files.small_file("tokenizer_config.json", JSON_LIMIT), where), where)
@@ -176,7 +186,7 @@ def _added_tokens(files: Files) -> dict[int, str]:
     found: dict[int, str] = {}
     for number, token in added.items():
         content = token.get("content") if isinstance(token, Mapping) else None
-        if not number.isdecimal() or not isinstance(content, str):
+        if not re.fullmatch("0|[1-9][0-9]{0,8}", number) or not isinstance(content, str):
             raise TokenizerError(f"{where}: added_tokens_decoder holds {shown(number)}: {shown(token)}")
         found[int(number)] = content
     return found
@@ -196,6 +206,17 @@ def _pieces(text: str) -> Iterator[str]:
                 yield part[begin:place]
                 begin, length = place, 1
         yield part[begin:]
+
+
+@contextmanager
+def _panics(where: str) -> Iterator[None]:
+    """A panic of the Rust behind both libraries, which is no Exception, as an error of ours."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{where}: fails on this text: {error}") from error
 
 
 def _missing(library: str) -> MoonvitError:

@@ -11,9 +11,24 @@ from moonvit.fields import read_bytes
 from moonvit.lazy import lazy
 from moonvit.weights.header import Header, header_size, parse_header
 from moonvit.weights.index import Checkpoint, check_name
+from moonvit.weights.small import SmallFiles
 
 
-class LocalCheckpoint(Checkpoint):
+class DirectoryFiles(SmallFiles):
+    """The small files of a directory, which need hold no weights."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.where = str(directory)
+
+    def file_names(self) -> list[str]:
+        return sorted(path.name for path in self.directory.iterdir())
+
+    def small_file(self, name: str, limit: int) -> bytes:
+        return directory_file(self.directory, name, limit)
+
+
+class LocalCheckpoint(DirectoryFiles, Checkpoint):
     """The vision half of a checkpoint directory.
 
     Pages of a tensor come in as they are touched; writing to it leaves the file alone. `WeightsError` if
@@ -23,15 +38,8 @@ class LocalCheckpoint(Checkpoint):
     def __init__(self, directory: Path) -> None:
         if not directory.is_dir():
             raise WeightsError(str(directory), ["no such directory"])
-        self.directory = directory
-        self.where = str(directory)
+        super().__init__(directory)
         self.scan()
-
-    def file_names(self) -> list[str]:
-        return sorted(path.name for path in self.directory.iterdir())
-
-    def small_file(self, name: str, limit: int) -> bytes:
-        return directory_file(self.directory, name, limit)
 
     def header(self, shard: str) -> Header:
         return read_header(inside(self.directory, shard))

@@ -16,6 +16,7 @@ from moonvit.lazy import lazy
 from moonvit.weights.header import Header, header_size, parse_header
 from moonvit.weights.index import Checkpoint, check_name
 from moonvit.weights.ranges import RETRIED, TIMEOUT, TRIES, RemoteFile, http_client, pause_before, retry_after
+from moonvit.weights.small import SmallFiles
 
 T = TypeVar("T")
 
@@ -158,30 +159,33 @@ def endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
 
 
-def repo_file(repo: HubRepo, name: str, limit: int) -> bytes:
-    """A small file of a repository; `ConfigError` if it is absent or larger than `limit` bytes."""
-    try:
-        return repo.download(name, limit)
-    except FetchError:
-        raise
-    except WeightsError as error:
-        raise ConfigError(f"{repo.name}/{name}: {error.faults[0]}", error.hint) from error
-
-
-class HubCheckpoint(Checkpoint):
-    """The vision half of a repository; headers and tensors are read by byte ranges as they are asked for."""
+class RepoFiles(SmallFiles):
+    """The small files of a repository, which need hold no weights; each is fetched as it is asked for."""
 
     def __init__(self, repo: HubRepo) -> None:
         self.repo = repo
         self.where = repo.name
-        self.remote: dict[str, tuple[RemoteFile, str]] = {}
-        self.scan()
 
     def file_names(self) -> list[str]:
         return self.repo.files
 
     def small_file(self, name: str, limit: int) -> bytes:
-        return repo_file(self.repo, name, limit)
+        """A whole file; `ConfigError` if it is absent or larger than `limit` bytes."""
+        try:
+            return self.repo.download(name, limit)
+        except FetchError:
+            raise
+        except WeightsError as error:
+            raise ConfigError(f"{self.where}/{name}: {error.faults[0]}", error.hint) from error
+
+
+class HubCheckpoint(RepoFiles, Checkpoint):
+    """The vision half of a repository; headers and tensors are read by byte ranges as they are asked for."""
+
+    def __init__(self, repo: HubRepo) -> None:
+        super().__init__(repo)
+        self.remote: dict[str, tuple[RemoteFile, str]] = {}
+        self.scan()
 
     def header(self, shard: str) -> Header:
         file = self.file(shard)

@@ -8,19 +8,18 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moonvit.configs.files import RULE_FILES, VIDEOS, find_rules, picture_rules
 from moonvit.errors import ConfigError, FetchError, WeightsError
-from moonvit.fields import JSON_LIMIT, Fields, parse_json, shown
+from moonvit.fields import Fields, parse_json, shown
 from moonvit.lazy import lazy
 from moonvit.weights.header import Header, TensorEntry
 from moonvit.weights.names import KIMI_K3, NameMap, canonical_names
+from moonvit.weights.small import SmallFiles
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -56,28 +55,17 @@ class StoredTensor:
         return shape
 
 
-class Checkpoint:
+class Checkpoint(SmallFiles):
     """What is common to checkpoints in a directory and on a hub.
 
     Attributes:
-        where: what to call it in errors.
         tensors: {released name: where it lies}.
         faults: one line for each thing that is wrong with the files.
         lost: released names that are missing because of a fault already told.
         shards: {file name: header} of the files that hold vision tensors.
     """
 
-    where: str
-
-    # What a kind of checkpoint provides:
-
-    def file_names(self) -> list[str]:
-        """Names of all files, relative to the checkpoint."""
-        raise NotImplementedError
-
-    def small_file(self, name: str, limit: int) -> bytes:
-        """A whole small file; `ConfigError` if it is absent or larger than `limit` bytes."""
-        raise NotImplementedError
+    # What a kind of checkpoint provides beside its small files:
 
     def header(self, shard: str) -> Header:
         """The header of a safetensors file; `WeightsError` if there is no right one."""
@@ -104,31 +92,6 @@ class Checkpoint:
             )
         for shard, names in sorted(by_shard.items()):
             self._open_shard(shard, names)
-
-    @lazy
-    def config(self) -> Mapping[str, Any]:
-        return self._json("config.json")
-
-    @lazy
-    def picture_rules(self) -> Fields:
-        """How pictures become pixels, from whichever file has it; see `moonvit.configs.files`."""
-        return picture_rules(self._json_if_there, self.where)
-
-    @lazy
-    def video_rules(self) -> Fields | None:
-        """The same for videos; None where the checkpoint has no rules of their own."""
-        return find_rules(self._json_if_there, self.where, VIDEOS)
-
-    @property
-    def preprocessor(self) -> Mapping[str, Any]:
-        return self.picture_rules.values
-
-    def json_files(self) -> dict[str, bytes]:
-        """The configuration files by name; `ConfigError` without rules for pictures."""
-        assert self.picture_rules
-        there = self.file_names()
-        wanted = ["config.json", *(name for name in RULE_FILES if name in there)]
-        return {name: self.small_file(name, JSON_LIMIT) for name in wanted}
 
     @lazy
     def names(self) -> NameMap:
@@ -237,13 +200,6 @@ class Checkpoint:
                 self.faults.append(f"{name}: named twice, the second time as {stored} in {shard}")
             else:
                 self.tensors[name] = StoredTensor(shard, header.tensors[stored], mlx)
-
-    def _json_if_there(self, name: str) -> Any:
-        return self._json(name) if name in self.file_names() else None
-
-    def _json(self, name: str) -> Mapping[str, Any]:
-        where = f"{self.where}/{name}"
-        return Fields(parse_json(self.small_file(name, JSON_LIMIT), where), where).values
 
 
 def check_name(name: str) -> None:

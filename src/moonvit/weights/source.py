@@ -4,21 +4,18 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from moonvit.configs.files import RULE_FILES
 from moonvit.errors import MoonvitError, OfflineError, WeightsError
-from moonvit.fields import JSON_LIMIT, Fields, parse_json, read_bytes
-from moonvit.lazy import lazy
 from moonvit.places import cache_root
-from moonvit.weights.checkpoint import LocalCheckpoint, directory_file
+from moonvit.weights.checkpoint import DirectoryFiles, LocalCheckpoint
 from moonvit.weights.gguf import SUFFIX, GgufCheckpoint, is_gguf
-from moonvit.weights.hub import HubCheckpoint, HubRepo, is_commit, repo_file
+from moonvit.weights.hub import HubCheckpoint, HubRepo, RepoFiles, is_commit
 from moonvit.weights.index import Checkpoint
 from moonvit.weights.place import beside
+from moonvit.weights.small import SmallFiles
 
 log = logging.getLogger("moonvit")
 
@@ -84,51 +81,21 @@ def fetch_to(repo: HubRepo, target: Path, report: Reporter | None = None) -> Non
         fetch(checkpoint, target, report(checkpoint) if report else None)
 
 
-def small_files(path_or_repo: str | os.PathLike[str], revision: str | None = None) -> dict[str, bytes]:
-    """The configs of a checkpoint that are there; of a repository, no tensor and no header is fetched."""
+def config_files(
+    path_or_repo: str | os.PathLike[str], revision: str | None = None, *, cached: bool = False
+) -> SmallFiles:
+    """The small files of a directory, mmproj file or repository, which need hold no weights.
+
+    Of a repository no tensor and no header is fetched. With `cached`, the vision half that lies in the cache
+    stands for it, which has configs but no tokenizer.
+    """
     path = local_path(path_or_repo)
     name = str(path_or_repo)
-    if path is None and (cached := _cached(cache_root() / ("models--" + name.replace("/", "--")), revision)):
-        path = cached
-    if path is not None and path.is_file():
-        return GgufCheckpoint(path).json_files()
-    wanted = ("config.json", *RULE_FILES)
-    if path is not None:
-        return {file: read_bytes(path / file, JSON_LIMIT) for file in wanted if (path / file).exists()}
-    repo = HubRepo(name, revision, None)
-    return {file: repo.download(file, JSON_LIMIT) for file in wanted if file in repo.files}
-
-
-class ConfigFiles:
-    """The small files of a directory or repository that need hold no weights: configs and tokenizer."""
-
-    def __init__(self, path_or_repo: str | os.PathLike[str], revision: str | None = None) -> None:
-        self.where = os.fspath(path_or_repo)
-        self._directory = local_path(path_or_repo)
-        if self._directory is not None and self._directory.is_file():
-            raise WeightsError(
-                self.where, ["a mmproj file holds no tokenizer"], "give the directory of a checkpoint"
-            )
-        if self._directory is not None and self._directory.is_file():
-            fault = "is a mmproj file, which has no tokenizer"
-            raise WeightsError(self.where, [fault], "give the directory of the checkpoint")
-        self._repo = HubRepo(self.where, revision)
-
-    def file_names(self) -> list[str]:
-        if self._directory is None:
-            return self._repo.files
-        return sorted(path.name for path in self._directory.iterdir())
-
-    def small_file(self, name: str, limit: int) -> bytes:
-        """A whole file; `ConfigError` if it is absent or larger than `limit` bytes."""
-        if self._directory is None:
-            return repo_file(self._repo, name, limit)
-        return directory_file(self._directory, name, limit)
-
-    @lazy
-    def config(self) -> Mapping[str, Any]:
-        where = f"{self.where}/config.json"
-        return Fields(parse_json(self.small_file("config.json", JSON_LIMIT), where), where).values
+    if path is None and cached:
+        path = _cached(cache_root() / ("models--" + name.replace("/", "--")), revision)
+    if path is None:
+        return RepoFiles(HubRepo(name, revision))
+    return GgufCheckpoint(path) if path.is_file() else DirectoryFiles(path)
 
 
 def open_checkpoint(

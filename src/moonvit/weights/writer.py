@@ -11,8 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from moonvit.errors import MoonvitError
-from moonvit.weights.place import beside
+from moonvit.weights.place import beside, check_output
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -34,9 +33,7 @@ class SafetensorsWriter:
     """
 
     def __init__(self, path: Path, reserve: int = 64 * 1024) -> None:
-        self.path = path.resolve()  # through a link, to what it stands for
-        if self.path.exists() and not self.path.is_file():
-            raise MoonvitError(f"{path}: is no regular file", "name a file to write")
+        self.path = check_output(path)
         self.metadata: dict[str, str] = {}
         self._reserve = reserve + (-reserve % 8)
         self._entries: dict[str, Any] = {}
