@@ -6,6 +6,7 @@
 #include "int8.h"
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 
 #include "numbers.h"
@@ -38,7 +39,8 @@ struct Room {
 
 thread_local Room room;
 
-// The largest magnitude / 127. Compared as integers, so that a NaN is the largest of all.
+// The largest magnitude / 127, or 0 where that would be below the normal numbers. Compared as integers, so that a
+// NaN is the largest of all.
 template <class Number>
 float scale_of(const Number* x, long count) {
   __m512i most = _mm512_setzero_si512();
@@ -49,7 +51,8 @@ float scale_of(const Number* x, long count) {
   const int largest = _mm512_reduce_max_epi32(most);
   float y;
   __builtin_memcpy(&y, &largest, sizeof y);
-  return y / 127.0f;
+  const float scale = y / 127.0f;
+  return scale < std::numeric_limits<float>::min() ? 0.0f : scale;
 }
 
 // x / scale + 128, halves to even; a row of zeros has scale 0 and stays zeros.

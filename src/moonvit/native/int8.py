@@ -16,12 +16,6 @@ MAX_INNER = 65536
 _PACKED = 2**23  # bytes of rows at once: more of them no longer stay in the cache
 
 
-def int8_multiplies(x: Tensor) -> bool:
-    """Whether the kernel takes such rows: float32 or bfloat16 on the CPU, a multiple of 4 long."""
-    inner = x.shape[-1]
-    return x.device.type == "cpu" and x.dtype in KINDS and inner % 4 == 0 and inner <= MAX_INNER
-
-
 def int8_product(
     x_RK: Tensor,
     weight_NK: Tensor,
@@ -34,7 +28,7 @@ def int8_product(
     """`out` = x·(scale·weight)ᵀ + bias, each row of x rounded to 255 steps of its own scale.
 
     Args:
-        x_RK: float32 or bfloat16 with contiguous rows.
+        x_RK: float32 or bfloat16 with contiguous rows, a multiple of 4 and at most `MAX_INNER` long.
         weight_NK: int8, contiguous.
         scale_N: float32, of each row of the weight.
         sums_N: int32, the sum of each row of the weight.

@@ -42,7 +42,7 @@ def fits_blocks(stack: "BlockStack", x_ND: Tensor) -> bool:
 def _plain(module: nn.Module) -> bool:
     from moonvit.towers import moonvit
 
-    if type(module) is Int8Linear and (module.backend != "native" or module.in_features % 4):
+    if type(module) is Int8Linear and not module.is_native():
         return False
     known = (nn.Linear, Int8Linear, nn.RMSNorm, nn.LayerNorm, nn.ModuleList)
     ours = (moonvit.Block, moonvit.BlockStack, moonvit.FeedForward)
