@@ -87,8 +87,9 @@ class Encoder:
             norm_eps: epsilon of the tower's norms, which no checkpoint stores; None is the family's: for K3
                 2^-23, float32's own.
             backend: "auto", "eager", "compiled" or "native"; see `optimize`.
-            quantize: "int8" rounds the weights of the blocks and the projector to eight bits by output channel,
-                and what goes into them by row: faster on a CPU with AVX-512 VNNI, less exact, no gradients.
+            quantize: "int8" rounds the weights of the blocks and the projector to eight bits by output
+                channel, and what goes into them by row: faster on a CPU with AVX-512 VNNI, less exact, no
+                gradients, bfloat16 and float32 only. See docs/speed.md.
                 Such a model's `state_dict` has int8 `weight` and float32 `weight_scale` in their place.
             revision: branch, tag or commit of the repository.
             token: for the hub: a string, True for the saved one, False for none.
@@ -138,6 +139,9 @@ class Encoder:
 
         Returns:
             The encoder itself. What cannot run here is replaced by "eager" and logged; `backend` tells.
+
+        Raises:
+            MoonvitError: for a name that is none, and for "compiled" where the model is rounded to int8.
         """
         chosen = choose(backend, self.device, self.dtype)
         if chosen == "compiled" and self.quantize is not None:

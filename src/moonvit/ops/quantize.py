@@ -11,9 +11,9 @@ def quantize_rows(x_NK: Tensor) -> tuple[Tensor, Tensor]:
     """int8 [N, K] and float32 scales [N], x ≈ scale·integer.
 
     The scale of a row is its largest magnitude / 127, the integers are x / scale rounded with halves to even,
-    both in float32. A row of zeros, or of numbers so small that its scale would not be a normal one, has scale 0
-    and integers 0. Symmetric: -128 does not occur. The scale of a row that holds NaN is NaN, with infinity it is
-    infinite: every product with it shows.
+    both in float32. A row of zeros, or of numbers so small that its scale would not be a normal one, has
+    scale 0 and integers 0. Symmetric: -128 does not occur. The scale of a row that holds NaN is NaN, with
+    infinity it is infinite: every product with it shows.
     """
     scale_N = torch.linalg.vector_norm(x_NK, torch.inf, 1).float() / LARGEST
     scale_N = torch.where(scale_N < _NORMAL, 0.0, scale_N)

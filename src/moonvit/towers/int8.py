@@ -47,9 +47,8 @@ class Int8Linear(nn.Module):
         self._packed: Tensor | None = None
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        )
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_packed": None}  # PyTorch's packed weights can be neither copied nor saved
@@ -60,9 +59,7 @@ class Int8Linear(nn.Module):
     ) -> None:  # fmt: skip
         given = state_dict.get(prefix + "weight")
         if given is not None and given.dtype != torch.int8:  # PyTorch would cut its numbers off to integers
-            errors.append(
-                f"{prefix}weight is {given.dtype}, expected int8, as an int8 model's state_dict has it"
-            )
+            errors.append(f"{prefix}weight is {given.dtype}, expected the int8 of an int8 model")
             return
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         self._packed = None
@@ -79,7 +76,7 @@ class Int8Linear(nn.Module):
         return out_RN.view(*x.shape[:-1], self.out_features)
 
     def is_native(self) -> bool:
-        """Whether the native kernel takes this layer; with matrix units, PyTorch's product is the faster one."""
+        """Whether the native kernel takes this layer; with matrix units, PyTorch's product is faster."""
         as_made = self.weight_scale.dtype == torch.float32 and self.weight.device.type == "cpu"
         return self.backend == "native" and as_made and self.in_features % 4 == 0 and not has_matrix_units()
 
@@ -101,7 +98,8 @@ class Int8Linear(nn.Module):
         unsigned_RK = q_RK.view(torch.uint8).bitwise_xor_(128)  # the same as adding 128
         zeros_N = torch.zeros(self.out_features, dtype=torch.int64)
         out_RN: Tensor = torch.ops.onednn.qlinear_pointwise(
-            unsigned_RK, 1.0, 128, self._packed, self.weight_scale, zeros_N, None, 1.0, 0, torch.float32, "none", [], ""
+            unsigned_RK, 1.0, 128, self._packed, self.weight_scale, zeros_N, None,
+            1.0, 0, torch.float32, "none", [], "",
         )  # fmt: skip
         out_RN.mul_(scale_R[:, None])
         return (out_RN if self.bias is None else out_RN.add_(self.bias)).to(x_RK.dtype)
@@ -113,9 +111,7 @@ class Int8Linear(nn.Module):
             raise MoonvitError(f"an int8 model cannot run here: {reason}", _WITHOUT)
         learns = x.requires_grad or (self.bias is not None and self.bias.requires_grad)
         if torch.is_grad_enabled() and learns:
-            raise MoonvitError(
-                "an int8 model has no gradients", "run it under torch.no_grad(), or " + _WITHOUT
-            )
+            raise MoonvitError("an int8 model has no gradients", f"use torch.no_grad(), or {_WITHOUT}")
         if x.device.type != "cpu" or self.weight.device.type != "cpu":
             raise MoonvitError(f"an int8 model runs on the CPU, not on {x.device}", _WITHOUT)
         bias_dtype = x.dtype if self.bias is None else self.bias.dtype
@@ -127,7 +123,7 @@ class Int8Linear(nn.Module):
 
 
 def check_quantize(quantize: str | None, device: torch.device, dtype: torch.dtype) -> None:
-    """`MoonvitError` for what cannot be had: another kind, device or type, or a processor it would slow down."""
+    """`MoonvitError` for what cannot be had: another kind, device or type, or a processor without it."""
     if quantize is None:
         return
     if quantize not in QUANTIZE:
@@ -145,7 +141,8 @@ def int8_lacks() -> str:
     """Why eight-bit products are not exact or do not pay here, or an empty string."""
     if "avx512_vnni" not in cpu_flags():
         return "the processor has no avx512_vnni"
-    return "" if torch.backends.mkldnn.is_available() else "this PyTorch has no oneDNN"
+    mkldnn: Any = torch.backends.mkldnn
+    return "" if mkldnn.is_available() else "this PyTorch has no oneDNN"
 
 
 def quantize_model(model: nn.Module) -> None:

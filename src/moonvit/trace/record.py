@@ -77,7 +77,8 @@ def write_trace(
     """Run one batch and write its stages to a safetensors file, each as soon as it is computed.
 
     The file holds the stages, `grid_thws` int64 [n, 3], and in its metadata the order of patches, the
-    dtype, the RMS epsilon, `quantize`, the checkpoint's fingerprint and the statistics of every stage as JSON.
+    dtype, the RMS epsilon, the rounding, the checkpoint's fingerprint and the statistics of every stage as
+    JSON.
 
     Args:
         encoder: the tower.
