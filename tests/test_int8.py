@@ -100,11 +100,15 @@ def test_the_rule():
     assert torch.equal(quantize_rows(x.bfloat16())[1], x.bfloat16().float().abs().amax(1) / 127)
 
 
-def test_the_smallest_numbers_count_as_zeros():
+def test_the_smallest_numbers_count_as_zeros(backend):
     """A scale below the normal numbers has few bits: 190 of the smallest number would be 190 steps."""
     smallest = 2.0**-149
-    integers, scales = quantize_rows(torch.tensor([[190 * smallest, -smallest]]))
-    assert (integers.tolist(), scales.tolist()) == ([[0, 0]], [0.0])
+    x = torch.tensor([[190 * smallest, -smallest, 0, 0]])
+    integers, scales = quantize_rows(x)
+    assert (integers.tolist(), scales.tolist()) == ([[0] * 4], [0.0])
+    large = layer(4, 3, bias=False, backend=backend)
+    large.weight_scale.fill_(2.0**100)
+    assert large(x).tolist() == [[0.0] * 3]
 
 
 @settings(max_examples=40, deadline=None)
@@ -267,6 +271,8 @@ def test_state_dict_copies_and_pickles(backend):
     for module in other.modules():
         if isinstance(module, Int8Linear):
             module.weight.zero_()
+            module.weight_sums.zero_()
+    assert not torch.equal(torch.cat(other(pixels, GRIDS)), expected)  # and PyTorch's packed weights are made
     other.load_state_dict(pickle.loads(pickle.dumps(state)))
     assert torch.equal(torch.cat(other(pixels, GRIDS)), expected)
     with pytest.raises(RuntimeError, match=r"wqkv\.weight is torch\.bfloat16, expected the int8"):
@@ -311,7 +317,7 @@ def test_what_a_rounded_model_does_not_do(backend, monkeypatch):
     with pytest.raises(MoonvitError, match=keeps):
         layer(8, 5, torch.bfloat16, backend=backend)(rows(4, 8))
     with pytest.raises(MoonvitError, match=keeps):
-        encoder.model.to(torch.bfloat16)(pixels, GRIDS)
+        encoder.model.to(torch.bfloat16).vision_tower(pixels, GRIDS)
     with pytest.raises(MoonvitError, match="runs on the CPU, not on meta"):
         encoder.model.to("meta")(pixels.to("meta"), GRIDS)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
