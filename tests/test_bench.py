@@ -13,8 +13,9 @@ from moonvit.bench.measure import Timing, in_turns, peak_rise
 from moonvit.bench.plot import plot
 from moonvit.bench.report import Row, as_document, as_text, growth
 from moonvit.bench.work import Work, matrix_product, square_grid, work_of
-from moonvit.cli.bench import command
+from moonvit.cli.bench import command, wanted
 from moonvit.threads import usable_cores
+from moonvit.towers.int8 import int8_lacks
 
 
 def rows_of(seconds) -> list[Row]:
@@ -112,6 +113,22 @@ def test_command_line(tmp_path):
     wrong = CliRunner().invoke(command, ["--model", str(TINY), "--sizes", "224;448"])
     assert wrong.exit_code == 2
     assert "list of sides in pixels" in wrong.output
+
+
+@pytest.mark.skipif(bool(int8_lacks()), reason=f"no int8 here: {int8_lacks()}")
+def test_rounded_contenders_stand_beside_those_that_can_be_rounded():
+    arguments = ["--model", str(TINY), "--sizes", "28", "--rounds", "1", "--quantize", "int8"]
+    types = ["--dtype", "float32", "--dtype", "float64", "--backend", "eager"]
+    done = CliRunner().invoke(command, [*arguments, *types, "--format", "json"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    names = ["moonvit eager float32", "moonvit eager int8 float32", "moonvit eager float64"]
+    assert [row["name"] for row in document["rows"]] == names
+    plain, rounded, _ = document["rows"]
+    assert (plain["linear"], plain["ceiling"]) == (rounded["linear"], rounded["ceiling"])
+    assert list(wanted(["bfloat16"], ["compiled", "auto"], "int8")) == [
+        ("bfloat16", "compiled", None), ("bfloat16", "auto", None), ("bfloat16", "auto", "int8"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def matrix_product(encoder: Encoder, rows: int) -> tuple[Callable[[], object], i
     The product is PyTorch's own, in the model's dtype on its device: activations [rows, hidden] times a
     matrix [intermediate, hidden].
     """
-    widest = max((p for p in encoder.model.parameters() if p.ndim == 2), key=lambda p: p.numel()).detach()
-    x = torch.randn(rows, widest.shape[1], dtype=torch.float32).to(widest)
-    return (lambda: F.linear(x, widest)), 2 * rows * widest.numel()
+    model = family_of({"model_type": encoder.family}).empty_model(encoder.config)
+    shape = max((p.shape for p in model.parameters() if p.ndim == 2), key=lambda shape: shape.numel())
+    x, matrix = (torch.randn(s).to(encoder.device, encoder.dtype) for s in ((rows, shape[1]), shape))
+    return (lambda: F.linear(x, matrix)), 2 * rows * shape.numel()

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def numbers(_context: click.Context, _parameter: click.Parameter, value: str) ->
     help="Can be given several times.",
 )
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Timed runs of each.")
+@options.quantize
 @options.device
 @options.threads
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write all as JSON.")
@@ -64,6 +66,7 @@ def command(
     dtypes: tuple[str, ...],
     backends: tuple[str, ...],
     rounds: int,
+    quantize: str | None,
     device: str,
     threads: int | None,
     output: Path | None,
@@ -74,17 +77,19 @@ def command(
 
     All backends and dtypes take turns, round after round, with PyTorch's product of one of the tower's
     matrices, so that "of ceiling" is the part of the machine's rate that was reached. The table has the
-    medians; the spread is from the slowest to the fastest run.
+    medians; the spread is from the slowest to the fastest run. --quantize adds a rounded model beside each of
+    type bfloat16 or float32 that is not compiled.
     """
     options.use_threads(threads)
     directory = str(find_checkpoint(model, revision=revision))
     contenders = [
         of_encoder(
-            f"moonvit {backend} {dtype}",
-            Encoder.from_pretrained(directory, dtype=dtype, device=device, backend=backend),
+            " ".join(["moonvit", backend, *([rounding] if rounding else []), dtype]),
+            Encoder.from_pretrained(
+                directory, dtype=dtype, device=device, backend=backend, quantize=rounding
+            ),
         )
-        for dtype in dtypes
-        for backend in backends
+        for dtype, backend, rounding in wanted(dtypes, backends, quantize)
     ]
     rows: list[Row] = []
     for row in benchmark(contenders, sizes, rounds):
@@ -100,6 +105,17 @@ def command(
         click.echo(json.dumps(document, indent=2))
     elif kind == "human":
         click.echo(as_text(rows))
+
+
+def wanted(
+    dtypes: Sequence[str], backends: Sequence[str], quantize: str | None
+) -> Iterator[tuple[str, str, str | None]]:
+    """Dtype, backend and rounding of each contender; the rounded ones where there are such."""
+    for dtype in dtypes:
+        for backend in backends:
+            yield dtype, backend, None
+            if quantize is not None and dtype in ("bfloat16", "float32") and backend != "compiled":
+                yield dtype, backend, quantize
 
 
 def machine() -> dict[str, Any]:

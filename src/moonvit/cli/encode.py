@@ -86,6 +86,7 @@ class Job:
 @options.norm_eps
 @options.device
 @options.backend
+@options.quantize
 @options.threads
 @options.max_tokens
 @options.max_pixels
@@ -110,6 +111,7 @@ def command(
     norm_eps: float | None,
     device: str,
     backend: str,
+    quantize: str | None,
     threads: int | None,
     max_tokens: int | None,
     max_pixels: int | None,
@@ -136,6 +138,7 @@ def command(
         device=device,
         norm_eps=norm_eps,
         backend=backend,
+        quantize=quantize,
         limits=limits,
         report=fetch_bar,
     )
@@ -253,6 +256,7 @@ def _write_tables(job: Job, writer: SafetensorsWriter, how: dict[str, Any]) -> N
         norm_eps=repr(encoder.config.norm_eps),
         dtype=str(encoder.dtype).removeprefix("torch."),
         backend=encoder.backend,
+        quantize=encoder.quantize or "none",
         version=__version__,
         **{key: json.dumps(value) for key, value in how.items()},
     )
@@ -266,6 +270,7 @@ def _report(job: Job, seconds: dict[str, float], output: Path | None, kind: str)
             "norm_eps": job.encoder.config.norm_eps,
             "dtype": str(job.encoder.dtype).removeprefix("torch."),
             "backend": job.encoder.backend,
+            "quantize": job.encoder.quantize,
             "seconds": {key: round(value, 4) for key, value in seconds.items()},
             "output": str(output) if output else None,
         }

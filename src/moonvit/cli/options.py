@@ -61,6 +61,11 @@ backend = click.option(
     show_default=True,
     help="How the model is run: plain PyTorch, compiled by it, or native kernels.",
 )
+quantize = click.option(
+    "--quantize",
+    type=click.Choice(["int8"]),
+    help="Round the linear layers to eight-bit integers: faster on a CPU, less exact. [default: no]",
+)
 preset = click.option(
     "--preset", type=click.Choice(PRESETS), default="full", show_default=True, help="Geometry; full is K3's."
 )

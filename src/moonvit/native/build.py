@@ -24,11 +24,12 @@ from moonvit.places import cache_root
 log = logging.getLogger("moonvit.native")
 
 HERE = Path(__file__).parent
-SOURCES = ("attention.cpp", "elementwise.cpp", "product.cpp")
-HEADERS = ("attention.h", "elementwise.h", "numbers.h", "pack.h", "product.h", "simd.h")
+SOURCES = ("attention.cpp", "elementwise.cpp", "int8.cpp", "product.cpp")
+HEADERS = ("attention.h", "elementwise.h", "int8.h", "numbers.h", "pack.h", "product.h", "simd.h")
 FLAGS = (
     "-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-Wl,--as-needed",
     "-mavx2", "-mfma", "-mbmi2", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16",
+    "-mavx512vnni",
 )  # fmt: skip
 TIMEOUT = 180  # seconds
 

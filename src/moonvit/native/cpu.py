@@ -3,7 +3,9 @@
 import platform
 from functools import cache
 
-NEEDED = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma", "bmi2"})
+NEEDED = frozenset(
+    {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "fma", "bmi2"}
+)
 """What the native kernels are compiled for; a processor without one of these would stop at it."""
 
 MATRIX_UNITS = frozenset({"amx_bf16", "amx_tile"})

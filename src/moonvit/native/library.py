@@ -67,6 +67,18 @@ class Product(ctypes.Structure):
     )  # fmt: skip
 
 
+class Int8Product(ctypes.Structure):
+    """`Int8Product` of int8.h."""
+
+    _fields_ = (
+        ("x", Pointer), ("x_row", Int64), ("weight", Pointer), ("scale", Pointer), ("sums", Pointer),
+        ("bias", Pointer), ("out", Pointer),
+        ("out_row", Int64), ("rows", Int64), ("inner", Int64), ("outputs", Int64),
+        ("work", Pointer), ("work_words", Int64),
+        ("epilogue", Int32), ("kind", Int32), ("threads", Int32),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Loaded:
     """The library, or why there is none."""
@@ -81,6 +93,7 @@ _FUNCTIONS = {
     "moonvit_gelu_tanh": Gelu,
     "moonvit_turn": Turn,
     "moonvit_product": Product,
+    "moonvit_int8_product": Int8Product,
 }
 """What each function takes; all give 0 back, or a number that says what was wrong."""
 

@@ -19,6 +19,7 @@ from moonvit.native.elementwise import gelu_tanh_, norm, turn_pairs_
 from moonvit.native.product import multiplies, product
 from moonvit.ops.attention import segment_attention
 from moonvit.towers.attend import torch_is_faster
+from moonvit.towers.int8 import Int8Linear
 
 if TYPE_CHECKING:
     from moonvit.towers.moonvit import Block, BlockStack
@@ -41,7 +42,9 @@ def fits_blocks(stack: "BlockStack", x_ND: Tensor) -> bool:
 def _plain(module: nn.Module) -> bool:
     from moonvit.towers import moonvit
 
-    known = (nn.Linear, nn.RMSNorm, nn.LayerNorm, nn.ModuleList)
+    if type(module) is Int8Linear and not module.is_native():
+        return False
+    known = (nn.Linear, Int8Linear, nn.RMSNorm, nn.LayerNorm, nn.ModuleList)
     ours = (moonvit.Block, moonvit.BlockStack, moonvit.FeedForward)
     return type(module) in (*known, *ours) and not module._forward_hooks and not module._forward_pre_hooks
 
@@ -98,9 +101,11 @@ def normalise(layer: nn.Module, x_RD: Tensor, out: Tensor) -> Tensor:
     return norm(x_RD, layer.weight, bias, layer.eps, isinstance(layer, nn.LayerNorm), out)
 
 
-def multiply(layer: nn.Linear, x: Tensor, out: Tensor, then: str = "store") -> None:
+def multiply(layer: nn.Linear | Int8Linear, x: Tensor, out: Tensor, then: str = "store") -> None:
     """`out` = layer(x); or GELU of it, or `out` + layer(x)."""
-    if not torch_is_faster(x.dtype):
+    if isinstance(layer, Int8Linear):
+        layer.into(x, out, then)
+    elif not torch_is_faster(x.dtype):
         product(x, layer.weight, layer.bias, out, then)
     elif then == "add":
         torch.addmm(out, x, layer.weight.t(), out=out)

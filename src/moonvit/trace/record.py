@@ -77,7 +77,8 @@ def write_trace(
     """Run one batch and write its stages to a safetensors file, each as soon as it is computed.
 
     The file holds the stages, `grid_thws` int64 [n, 3], and in its metadata the order of patches, the
-    dtype, the RMS epsilon, the checkpoint's fingerprint and the statistics of every stage as JSON.
+    dtype, the RMS epsilon, the rounding, the checkpoint's fingerprint and the statistics of every stage as
+    JSON.
 
     Args:
         encoder: the tower.
@@ -123,6 +124,7 @@ def describe(encoder: Encoder, order: str) -> dict[str, str]:
         "order": order,
         "dtype": str(encoder.dtype).removeprefix("torch."),
         "norm_eps": repr(encoder.config.norm_eps),
+        "quantize": encoder.quantize or "none",
         "model": encoder.fingerprint if encoder.checkpoint is not None else "",
         "version": __version__,
     }
