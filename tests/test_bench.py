@@ -98,7 +98,7 @@ def test_text_document_and_plot_agree():
 
 
 def test_command_line(tmp_path):
-    output, picture = tmp_path / "b.json", tmp_path / "b.svg"
+    output, picture = tmp_path / "new" / "b.json", tmp_path / "plots" / "b.svg"
     arguments = ["--model", str(TINY), "--sizes", "28,56", "--dtype", "float32", "--dtype", "bfloat16"]
     done = CliRunner().invoke(
         command, [*arguments, "--rounds", "1", "-o", str(output), "--plot", str(picture)]

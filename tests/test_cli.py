@@ -130,6 +130,7 @@ def test_directory_without_pictures(tmp_path):
     done = moonvit_cli("encode", tmp_path, "--model", TINY)
     assert done.returncode == 1
     assert "is a directory" in done.stderr
+    assert "find those that end in .jpg" in done.stderr
 
 
 @pytest.mark.parametrize(

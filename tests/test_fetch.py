@@ -298,6 +298,8 @@ def test_offline_from_the_command_line(hub, place):
     unreachable = cli("fetch", "org/other", env=env | {"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert unreachable.returncode == 1
     assert "cannot be reached" in unreachable.stderr
+    assert "for a directory, check the path" in unreachable.stderr
+    assert "for a directory, check the path" in gone.stderr
     assert len(unreachable.stderr.splitlines()) == 1
     fallback = cli("info", REPO, env=env | {"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert fallback.returncode == 0, fallback.stderr

@@ -108,7 +108,12 @@ def test_kimi_vl_in_sglang(tmp_path):
 @pytest.mark.parametrize(
     ("family", "payload", "media", "message"),
     [
-        ("k3", "vllm-images", [PHOTO], "kimi_k3: vLLM takes image_embeds for the Qwen families only"),
+        (
+            "k3",
+            "vllm-images",
+            [PHOTO],
+            "kimi_k3: vLLM takes image_embeds for the Qwen families only (use the payload vllm-prompt)",
+        ),
         ("k3", "sglang", [], "sglang: the prompt has no pictures"),
         ("qwen2_vl", "vllm-prompt", [PHOTO], "qwen2_vl: prompt embeddings carry no 3-D positions"),
         ("qwen2_vl", "vllm-images", [], "vllm-images: the prompt has no pictures"),

@@ -170,8 +170,14 @@ def raw_edit(path: Path, old: bytes, new: bytes) -> None:
         (lambda p: p.write_bytes(p.read_bytes()[:-1]), "1 bytes missing"),
         (lambda p: p.write_bytes(p.read_bytes() + b"x"), "1 bytes to spare"),
         (lambda p: p.write_bytes(b""), "too short"),
-        (lambda p: p.write_bytes(b"\xff" * 8 + p.read_bytes()[8:]), "the limit is 100000000"),
-        (lambda p: p.write_bytes((10**7).to_bytes(8, "little") + p.read_bytes()[8:]), "does not fit into"),
+        (
+            lambda p: p.write_bytes(b"\xff" * 8 + p.read_bytes()[8:]),
+            "the limit is 100000000: damaged, or not a safetensors file",
+        ),
+        (
+            lambda p: p.write_bytes((10**7).to_bytes(8, "little") + p.read_bytes()[8:]),
+            "bytes: damaged, or not a safetensors file",
+        ),
         (lambda p: raw_edit(p, b'"BF16"', b'"BF17"'), "unknown type"),
         (lambda p: raw_edit(p, b'"BF16"', b'"I64" '), "does not take"),
         (lambda p: raw_edit(p, b'"shape":[64]', b'"shape":[65]'), "does not take"),

@@ -81,6 +81,8 @@ def command(
     type bfloat16 or float32 that is not compiled.
     """
     options.use_threads(threads)
+    for path in filter(None, (output, picture)):  # a place that cannot be is said before the timing
+        path.parent.mkdir(parents=True, exist_ok=True)
     directory = str(find_checkpoint(model, revision=revision))
     contenders = [
         of_encoder(

@@ -20,7 +20,9 @@ def check_payload(payload: str, family: str, prompt: Prompt) -> None:
             f"{family}: prompt embeddings carry no 3-D positions", "use the payload vllm-images"
         )
     if payload == "vllm-images" and not qwen:
-        raise PromptError(f"{family}: vLLM takes image_embeds for the Qwen families only")
+        raise PromptError(
+            f"{family}: vLLM takes image_embeds for the Qwen families only", "use the payload vllm-prompt"
+        )
     if payload in ("vllm-images", "sglang"):
         if not prompt.slots:
             raise PromptError(f"{payload}: the prompt has no pictures")

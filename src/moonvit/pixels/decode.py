@@ -142,7 +142,8 @@ def _open_path(path: Path, name: str, limits: Limits) -> BinaryIO:
         raise ImageError(f"{name}: URLs are not fetched", "download it first and give the path or the bytes")
     try:
         if path.is_dir():
-            raise ImageError(f"{name}: is a directory", "give the pictures in it")
+            hint = "give the pictures in it; commands find those that end in .jpg, .png and the like"
+            raise ImageError(f"{name}: is a directory", hint)
         if not path.is_file():
             raise ImageError(f"{name}: {'not a regular file' if path.exists() else 'no such file'}")
         _check_bytes(path.stat().st_size, name, limits)

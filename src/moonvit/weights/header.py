@@ -49,15 +49,19 @@ class Header:
     size: int
 
 
+NOT_ONE = "damaged, or not a safetensors file"
+
+
 def header_size(first_eight: bytes, file_size: int, where: str) -> int:
     """Bytes of JSON behind the first eight; `WeightsError` for a length that cannot be."""
     if len(first_eight) < 8 or file_size < 8:
         raise WeightsError(where, [f"{file_size} bytes is too short for a safetensors file"])
     size = int.from_bytes(first_eight[:8], "little")
     if size > HEADER_LIMIT:
-        raise WeightsError(where, [f"header of {size} bytes, the limit is {HEADER_LIMIT}"])
+        raise WeightsError(where, [f"header of {size} bytes, the limit is {HEADER_LIMIT}: {NOT_ONE}"])
     if 8 + size > file_size:
-        raise WeightsError(where, [f"header of {size} bytes does not fit into a file of {file_size} bytes"])
+        fault = f"header of {size} bytes does not fit into a file of {file_size} bytes: {NOT_ONE}"
+        raise WeightsError(where, [fault])
     return size
 
 

@@ -19,6 +19,7 @@ from moonvit.weights.ranges import RETRIED, TIMEOUT, TRIES, RemoteFile, http_cli
 from moonvit.weights.small import SmallFiles
 
 T = TypeVar("T")
+UNREACHED = "check the network; for a directory, check the path"
 
 
 @dataclass
@@ -106,13 +107,12 @@ class HubRepo:
             fault = "no such directory here, no such repository on the hub"
             raise WeightsError(where, [fault], hint) from error
         except errors.LocalEntryNotFoundError as error:
-            raise OfflineError(where, ["the hub cannot be reached"], "check the network") from error
+            raise OfflineError(where, ["the hub cannot be reached"], UNREACHED) from error
         except errors.EntryNotFoundError as error:
             raise WeightsError(where, ["no such file"]) from error
         except errors.OfflineModeIsEnabled as error:
-            raise OfflineError(
-                where, ["offline mode is set"], "unset HF_HUB_OFFLINE to ask the hub"
-            ) from error
+            hint = "unset HF_HUB_OFFLINE to ask the hub; for a directory, check the path"
+            raise OfflineError(where, ["offline mode is set"], hint) from error
         except errors.HfHubHTTPError as error:
             if error.response is not None and error.response.status_code == 401:
                 hint = "log in with `hf auth login` or set a valid HF_TOKEN"
@@ -124,7 +124,7 @@ class HubRepo:
             raise WeightsError(where, ["no such directory, and not a repository name"]) from error
         except http_client()[1].TransportError as error:
             reason = f"the hub cannot be reached: {type(error).__name__}"
-            raise OfflineError(where, [reason], "check the network") from error
+            raise OfflineError(where, [reason], UNREACHED) from error
         except http_client()[1].HTTPError as error:
             raise FetchError(where, [str(error).splitlines()[0]]) from error
         except (TypeError, KeyError, AttributeError, ValueError) as error:
