@@ -126,6 +126,44 @@ def test_changed_layers_are_called():
     assert relative_error(result(encoder.model, pixels, GRIDS), plain) > 1e-2
 
 
+def _other_forward(stack):
+    layer = stack.blocks[1].mlp.fc0
+    plain = layer.forward
+    layer.forward = lambda x: 2 * plain(x)
+
+
+def _wider_hidden(stack):
+    mlp = stack.blocks[1].mlp
+    mlp.fc0 = torch.nn.Linear(mlp.fc0.in_features, 8 * mlp.fc0.out_features)
+    mlp.fc1 = torch.nn.Linear(mlp.fc0.out_features, mlp.fc1.out_features)
+
+
+def _no_blocks(stack):
+    stack.blocks = stack.blocks[:0]
+
+
+def _norm_without_weight(stack):
+    stack.blocks[0].norm0 = torch.nn.RMSNorm(64, eps=1e-6, elementwise_affine=False)
+
+
+def _norm_without_epsilon(stack):
+    stack.blocks[0].norm0 = torch.nn.RMSNorm(64)
+
+
+@pytest.mark.parametrize(
+    "change", [_other_forward, _wider_hidden, _no_blocks, _norm_without_weight, _norm_without_epsilon]
+)
+def test_what_the_fused_blocks_do_not_know_is_pytorchs(change):
+    needs_native()
+    encoder = loaded()
+    pixels = random_pixels(GRIDS)
+    plain = result(encoder.model, pixels, GRIDS)
+    change(encoder.model.vision_tower.encoder)
+    native = result(encoder.model, pixels, GRIDS)
+    assert relative_error(native, plain) > 1e-7
+    assert relative_error(native, result(encoder.optimize("eager").model, pixels, GRIDS)) < 1e-5
+
+
 def test_the_model_can_be_copied_kept_and_converted():
     needs_native()
     encoder = loaded()

@@ -237,3 +237,31 @@ def test_a_product_of_more_rows_than_the_workspace(dtype, monkeypatch):
         assert torch.equal(product(x, weight, None, torch.empty(300, 50, dtype=dtype)), whole)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    """The kernels believe what they are told: a wrong size would be memory overwritten."""
+    x, weight = torch.zeros(4, 8), torch.zeros(6, 8)
+    for out in (torch.zeros(4, 5), torch.zeros(3, 6)):
+        with pytest.raises(ValueError, match="do not fit together"):
+            product(x, weight, None, out)
+    with pytest.raises(ValueError, match="do not fit together"):
+        product(x, torch.zeros(6, 10), None, torch.zeros(4, 6))
+    q = torch.zeros(4, 2, 8)
+    with pytest.raises(ValueError, match="lengths sum to 5"):
+        attention(q, q, q, [5])
+    with pytest.raises(ValueError, match=r"is not \(4, 2, 8\)"):
+        attention(q, q[:3], q, [4])
+    with pytest.raises(RuntimeError, match="refused"):
+        attention(torch.zeros(4, 2, 12), torch.zeros(4, 2, 12), torch.zeros(4, 2, 12), [4])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_heads_that_do_not_fit_the_workspace_together(dtype, monkeypatch):
+    """A head at a time in the room of the longest: bit for bit."""
+    lengths = [130, 1, 300]
+    q, k, v = made(8, sum(lengths), 3, 64, dtype)
+    whole = attention(q, k, v, lengths)
+    monkeypatch.setattr("moonvit.native.attention.KEPT", 1)
+    monkeypatch.setattr(native_workspace, "_local", threading.local())
+    assert torch.equal(attention(q, k, v, lengths), whole)

@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from moonvit.native import build, cpu
+from moonvit.native import build, cpu, library
 from moonvit.native.build import BuildError
 
 
@@ -73,6 +73,32 @@ def test_a_compiler_that_fails(cache, compiler):
     with pytest.raises(BuildError, match="failed: simd.h:3: error: no such thing"):
         build.library()
     assert [p.name for p in cache.iterdir()] == ["lock"]
+
+
+def test_a_compiler_command_that_cannot_be_read(cache, monkeypatch):
+    monkeypatch.setenv("CXX", 'g++ "-O1')
+    with pytest.raises(BuildError, match="CXX is .* no command: No closing quotation"):
+        build.library()
+
+
+def test_a_compiler_that_speaks_another_encoding(cache, compiler):
+    compiler("printf 'error: \\344\\n' >&2; exit 1")
+    with pytest.raises(BuildError, match="failed: error: \ufffd"):
+        build.library()
+
+
+@pytest.mark.parametrize("program", [WRITES, "exec g++ -shared -x c++ /dev/null -o "], ids=["text", "empty"])
+def test_a_file_that_is_no_library(cache, compiler, monkeypatch, program):
+    """Or one without the kernels: said, with what to do, and not raised."""
+    if program != WRITES:
+        if shutil.which("g++") is None:
+            pytest.skip("g++ is not installed")
+        program = f'while [ "$1" != -o ]; do shift; done; {program}"$2"'
+    compiler(program)
+    monkeypatch.setattr(cpu, "lacking", lambda: "")
+    found = library._try()
+    assert found.library is None
+    assert "is not what was built there, delete it" in found.reason
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are of POSIX systems")

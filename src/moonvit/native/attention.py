@@ -52,8 +52,10 @@ def attention(
         out = torch.empty(n, heads, d, dtype=q_NHd.dtype)
     q_NHd, k_NHd, v_NHd = (x if x.stride(2) == 1 else x.contiguous() for x in (q_NHd, k_NHd, v_NHd))
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
-    assert int(starts[-1]) == n
-    assert out.stride()[1:] == (d, 1)
+    if int(starts[-1]) != n or not k_NHd.shape == v_NHd.shape == out.shape == q_NHd.shape:
+        raise ValueError(f"lengths sum to {int(starts[-1])}, and q, k, v or out is not {(n, heads, d)}")
+    if out.stride()[1:] != (d, 1):
+        raise ValueError("the heads of out must be neighbours")
     tables = [x.contiguous() for x in rope] if rope and rotation else []
     work = workspace("keys", _work_bytes(lengths, heads, d, q_NHd.element_size()))
     call = Call(
@@ -66,8 +68,8 @@ def attention(
         scale=1 / math.sqrt(d), kind=KINDS[q_NHd.dtype], rotation=ROTATIONS[rotation if tables else None],
         threads=torch.get_num_threads(),
     )  # fmt: skip
-    failed = kernels().moonvit_attention(ctypes.byref(call))
-    assert not failed, failed
+    if failed := kernels().moonvit_attention(ctypes.byref(call)):
+        raise RuntimeError(f"the native attention refused its input ({failed})")
     return out
 
 

@@ -78,7 +78,7 @@ def _compile(compiler: list[str], path: Path) -> None:
         command = [*compiler, *FLAGS, *sources, *_openmp(), "-o", str(made)]
         try:
             done = subprocess.run(  # noqa: S603
-                command, capture_output=True, text=True, timeout=TIMEOUT, check=False
+                command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BuildError(f"the C++ compiler {compiler[0]} did not finish: {error}") from error
@@ -92,7 +92,11 @@ def _compile(compiler: list[str], path: Path) -> None:
 
 def _compiler() -> list[str] | None:
     """The command of a GNU C++ compiler: CXX, or g++."""
-    words = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    asked = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(asked) or ["g++"]
+    except ValueError as error:
+        raise BuildError(f"CXX is {asked!r}, which is no command: {error}") from error
     program = shutil.which(words[0])
     return [program, *words[1:]] if program else None
 

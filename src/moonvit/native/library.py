@@ -122,11 +122,15 @@ def _try() -> Loaded:
     if reason := cpu.lacking():
         return Loaded(None, reason)
     try:
-        library = ctypes.CDLL(str(build.library()))
+        path = build.library()
     except (MoonvitError, OSError) as error:
         return Loaded(None, str(error))
-    for name, structure in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.argtypes = [ctypes.POINTER(structure)]
-        function.restype = ctypes.c_int
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, structure in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.argtypes = [ctypes.POINTER(structure)]
+            function.restype = ctypes.c_int
+    except (OSError, AttributeError) as error:
+        return Loaded(None, f"{path} is not what was built there, delete it: {error}")
     return Loaded(library, "")

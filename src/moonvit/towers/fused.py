@@ -35,8 +35,19 @@ def fits_blocks(stack: "BlockStack", x_ND: Tensor) -> bool:
     if len(x_ND) == 0 or not x_ND.is_contiguous() or torch.is_autocast_enabled("cpu"):
         return False
     heads = x_ND.new_empty(1, 1, stack.head_dim)
-    alike = all(p.dtype == x_ND.dtype and p.is_contiguous() and multiplies(p) for p in stack.parameters())
-    return fits(heads) and alike and not _global_hooks() and all(_plain(module) for module in stack.modules())
+    stored = all(
+        type(p) is nn.Parameter and p.dtype == x_ND.dtype and p.is_contiguous() and multiplies(p)
+        for p in stack.parameters()
+    )
+    if not (fits(heads) and stored and not _global_hooks()):
+        return False
+    return all(_plain(module) for module in stack.modules()) and _alike(stack)
+
+
+def _alike(stack: "BlockStack") -> bool:
+    """Whether all blocks have the first one's shapes: they share its buffers."""
+    shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in stack.blocks]
+    return bool(shapes) and all(found == shapes[0] for found in shapes)
 
 
 def _plain(module: nn.Module) -> bool:
@@ -46,7 +57,10 @@ def _plain(module: nn.Module) -> bool:
         return False
     known = (nn.Linear, Int8Linear, nn.RMSNorm, nn.LayerNorm, nn.ModuleList)
     ours = (moonvit.Block, moonvit.BlockStack, moonvit.FeedForward)
-    return type(module) in (*known, *ours) and not module._forward_hooks and not module._forward_pre_hooks
+    if isinstance(module, nn.RMSNorm | nn.LayerNorm) and (module.weight is None or module.eps is None):
+        return False
+    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return type(module) in (*known, *ours) and not changed
 
 
 def _global_hooks() -> bool:
