@@ -246,6 +246,30 @@ def test_fused_blocks_do_what_the_layers_do():
     assert describe(encoder, "raster")["quantize"] == "int8"
 
 
+def test_blocks_of_other_sizes_share_no_buffer():
+    needs_native()
+    encoder = loaded(quantize=None)
+    wider = encoder.model.vision_tower.encoder.blocks[1].mlp
+    wider.fc0 = torch.nn.Linear(wider.fc0.in_features, 8 * wider.fc0.out_features)
+    wider.fc1 = torch.nn.Linear(wider.fc0.out_features, wider.fc1.out_features)
+    quantize_model(encoder.model)
+    pixels = random_pixels(GRIDS)
+    eager, native = (torch.cat(encoder.optimize(name).model(pixels, GRIDS)) for name in ("eager", "native"))
+    assert helpers.least_cosine(native, eager) > 0.9995  # as above, numbers near a half
+
+
+def test_the_kernel_refuses_shapes_that_do_not_fit():
+    needs_native()
+    rounded = layer(64, 48, backend="native")
+    for x, out in (
+        (rows(5, 60), torch.empty(5, 48)),
+        (rows(5, 64), torch.empty(5, 47)),
+        (rows(5, 64), torch.empty(4, 48)),
+    ):
+        with pytest.raises(ValueError, match="do not fit together"):
+            rounded.into(x, out)
+
+
 def test_matrix_units_take_pytorchs_product(monkeypatch):
     rounded, x = layer(64, 50, torch.bfloat16, backend="native"), rows(9, 64, torch.bfloat16)
     monkeypatch.setattr(cpu, "cpu_flags", lambda: cpu.NEEDED)

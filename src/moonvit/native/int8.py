@@ -37,9 +37,11 @@ def int8_product(
         then: "store"; "gelu_tanh"; or "add" to what `out` holds, before it is rounded.
     """
     rows, inner = x_RK.shape
-    assert x_RK.stride(1) == 1
-    assert out_RN.stride(1) == 1
-    assert weight_NK.is_contiguous()
+    if weight_NK.shape[1] != inner or out_RN.shape != (rows, len(weight_NK)):
+        shapes = [tuple(x.shape) for x in (x_RK, weight_NK, out_RN)]
+        raise ValueError(f"x, weight and out are {shapes}, which do not fit together")
+    if x_RK.stride(1) != 1 or out_RN.stride(1) != 1 or not weight_NK.is_contiguous():
+        raise ValueError("rows of x and out, and the weight, must be contiguous")
     row = inner + 4
     work = workspace("rows", max(16 * row, min(-(-rows // 16) * 16 * row, _PACKED)))
     call = Int8Product(
@@ -49,6 +51,6 @@ def int8_product(
         work=work.ctypes.data, work_words=work.size,
         epilogue=EPILOGUES[then], kind=KINDS[x_RK.dtype], threads=torch.get_num_threads(),
     )  # fmt: skip
-    failed = kernels().moonvit_int8_product(ctypes.byref(call))
-    assert not failed, failed
+    if failed := kernels().moonvit_int8_product(ctypes.byref(call)):
+        raise RuntimeError(f"the native product refused its input ({failed})")
     return out_RN

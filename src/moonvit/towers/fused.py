@@ -7,6 +7,7 @@ Shape letters: N patches of a packed batch, R rows of a part of it, D width, H h
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -46,7 +47,10 @@ def fits_blocks(stack: "BlockStack", x_ND: Tensor) -> bool:
 
 def _alike(stack: "BlockStack") -> bool:
     """Whether all blocks have the first one's shapes: they share its buffers."""
-    shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in stack.blocks]
+    shapes = [
+        [(name, x.shape) for name, x in chain(block.named_parameters(), block.named_buffers())]
+        for block in stack.blocks
+    ]
     return bool(shapes) and all(found == shapes[0] for found in shapes)
 
 
