@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from moonvit._version import __version__
 from moonvit.backends import BACKENDS
 from moonvit.bench.plot import plot
 from moonvit.bench.report import Row, as_document, as_text
-from moonvit.bench.run import benchmark, of_encoder
+from moonvit.bench.run import Contender, benchmark, of_encoder
 from moonvit.cli import options
 from moonvit.cli.doctor import kernel_features
 from moonvit.encoder import Encoder
@@ -20,11 +21,11 @@ from moonvit.weights.source import find_checkpoint
 
 
 def numbers(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
-    """`224,448` as [224, 448]."""
+    """`224,448` as [224, 448]; a side given twice counts once."""
     parts = value.split(",")
     if not all(part.strip().isascii() and part.strip().isdigit() and int(part) > 0 for part in parts):
         raise click.BadParameter(f"{value!r} is no list of sides in pixels, such as 224,448")
-    return [int(part) for part in parts]
+    return list(dict.fromkeys(int(part) for part in parts))
 
 
 @click.command("bench")
@@ -74,18 +75,19 @@ def command(
 
     All backends and dtypes take turns, round after round, with PyTorch's product of one of the tower's
     matrices, so that "of ceiling" is the part of the machine's rate that was reached. The table has the
-    medians; the spread is from the slowest to the fastest run.
+    medians; the spread is from the slowest to the fastest run. A row has the name of the backend that ran.
     """
+    for file in (output, picture):
+        if file is not None and not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise click.ClickException(f"{file} cannot be written")
     options.use_threads(threads)
     directory = str(find_checkpoint(model, revision=revision))
-    contenders = [
-        of_encoder(
-            f"moonvit {backend} {dtype}",
-            Encoder.from_pretrained(directory, dtype=dtype, device=device, backend=backend),
-        )
-        for dtype in dtypes
-        for backend in backends
-    ]
+    found: dict[str, Contender] = {}
+    for dtype, backend in dict.fromkeys(product(dtypes, backends)):
+        encoder = Encoder.from_pretrained(directory, dtype=dtype, device=device, backend=backend)
+        name = f"moonvit {encoder.backend} {dtype}"
+        found.setdefault(name, of_encoder(name, encoder))
+    contenders = list(found.values())
     rows: list[Row] = []
     for row in benchmark(contenders, sizes, rounds):
         rows.append(row)
