@@ -131,6 +131,32 @@ def test_rounded_contenders_stand_beside_those_that_can_be_rounded():
     ]  # fmt: skip
 
 
+def test_rows_are_named_after_what_ran_and_come_once():
+    arguments = ["--model", str(TINY), "--sizes", "28,56,28", "--rounds", "1", "--format", "json"]
+    asked = ["--dtype", "float16", "--backend", "auto", "--backend", "native", "--backend", "auto"]
+    done = CliRunner().invoke(command, [*arguments, *asked])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["name"], row["side"]) for row in rows] == [
+        ("moonvit eager float16", 28), ("moonvit eager float16", 56)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ["-o", "--plot"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(tmp_path, monkeypatch, option):
+    monkeypatch.setattr("moonvit.cli.bench.benchmark", lambda *_: pytest.fail("it ran"))
+    (tmp_path / "taken").write_text("")
+    place = tmp_path / "taken" / "file"
+    done = CliRunner().invoke(command, ["--model", str(TINY), "--sizes", "28", option, str(place)])
+    assert done.exit_code == 1
+    assert "cannot be written" in done.output
+
+
+def test_peaks_are_told_in_mebibytes():
+    row = Row("x bfloat16", 28, Work(4, 4, 4), Timing((1.0,)), 1e9, peak=300 * 2**20)
+    assert as_text([row]).splitlines()[1].split()[-1] == "300"
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

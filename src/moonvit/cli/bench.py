@@ -13,7 +13,7 @@ from moonvit._version import __version__
 from moonvit.backends import BACKENDS
 from moonvit.bench.plot import plot
 from moonvit.bench.report import Row, as_document, as_text
-from moonvit.bench.run import benchmark, of_encoder
+from moonvit.bench.run import Contender, benchmark, of_encoder
 from moonvit.cli import options
 from moonvit.cli.doctor import kernel_features
 from moonvit.encoder import Encoder
@@ -21,11 +21,11 @@ from moonvit.weights.source import find_checkpoint
 
 
 def numbers(_context: click.Context, _parameter: click.Parameter, value: str) -> list[int]:
-    """`224,448` as [224, 448]."""
+    """`224,448` as [224, 448]; a side given twice counts once."""
     parts = value.split(",")
     if not all(part.strip().isascii() and part.strip().isdigit() and int(part) > 0 for part in parts):
         raise click.BadParameter(f"{value!r} is no list of sides in pixels, such as 224,448")
-    return [int(part) for part in parts]
+    return list(dict.fromkeys(int(part) for part in parts))
 
 
 @click.command("bench")
@@ -77,22 +77,21 @@ def command(
 
     All backends and dtypes take turns, round after round, with PyTorch's product of one of the tower's
     matrices, so that "of ceiling" is the part of the machine's rate that was reached. The table has the
-    medians; the spread is from the slowest to the fastest run. --quantize adds a rounded model beside each of
-    type bfloat16 or float32 that is not compiled.
+    medians; the spread is from the slowest to the fastest run. A row has the name of the backend that ran.
+    --quantize adds a rounded model beside each of type bfloat16 or float32 that is not compiled.
     """
+    for file in filter(None, (output, picture)):
+        check_place(file)
     options.use_threads(threads)
-    for path in filter(None, (output, picture)):  # a place that cannot be is said before the timing
-        path.parent.mkdir(parents=True, exist_ok=True)
     directory = str(find_checkpoint(model, revision=revision))
-    contenders = [
-        of_encoder(
-            " ".join(["moonvit", backend, *([rounding] if rounding else []), dtype]),
-            Encoder.from_pretrained(
-                directory, dtype=dtype, device=device, backend=backend, quantize=rounding
-            ),
+    found: dict[str, Contender] = {}
+    for dtype, backend, rounding in wanted(dtypes, backends, quantize):
+        encoder = Encoder.from_pretrained(
+            directory, dtype=dtype, device=device, backend=backend, quantize=rounding
         )
-        for dtype, backend, rounding in wanted(dtypes, backends, quantize)
-    ]
+        name = " ".join(filter(None, ("moonvit", encoder.backend, rounding, dtype)))
+        found.setdefault(name, of_encoder(name, encoder))
+    contenders = list(found.values())
     rows: list[Row] = []
     for row in benchmark(contenders, sizes, rounds):
         rows.append(row)
@@ -113,11 +112,21 @@ def wanted(
     dtypes: Sequence[str], backends: Sequence[str], quantize: str | None
 ) -> Iterator[tuple[str, str, str | None]]:
     """Dtype, backend and rounding of each contender; the rounded ones where there are such."""
-    for dtype in dtypes:
-        for backend in backends:
+    for dtype in dict.fromkeys(dtypes):
+        for backend in dict.fromkeys(backends):
             yield dtype, backend, None
             if quantize is not None and dtype in ("bfloat16", "float32") and backend != "compiled":
                 yield dtype, backend, quantize
+
+
+def check_place(file: Path) -> None:
+    """Make the folder that the file is to be in; `click.ClickException` where it cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"{file} cannot be written: {error.strerror}") from error
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise click.ClickException(f"{file} cannot be written")
 
 
 def machine() -> dict[str, Any]:
