@@ -139,7 +139,7 @@ def main() -> None:
     contenders = []
     for backend, dtype in (typed(name, arguments.dtype) for name in arguments.moonvit):
         encoder = Encoder.from_pretrained(arguments.model, dtype=dtype, backend=backend)
-        contenders.append(of_encoder(f"moonvit {backend} {dtype}", encoder))
+        contenders.append(of_encoder(f"moonvit {encoder.backend} {dtype}", encoder))
     for peer, dtype in (typed(name, arguments.dtype) for name in arguments.peers):
         if peer not in PEERS:
             parser.error(f"no peer {peer}; there are {', '.join(PEERS)}")

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import parity_helpers as helpers
 from conftest import TINY, random_pixels, relative_error
@@ -18,6 +19,7 @@ from moonvit.native import cpu
 from moonvit.native import library as native_library
 from moonvit.native.library import Loaded
 from moonvit.towers import compiled
+from moonvit.towers.fused import fits_blocks
 from moonvit.trace.record import record
 from native import needs_native
 
@@ -75,6 +77,22 @@ def test_native_where_torch_has_matrix_units(monkeypatch, exact):
     eager = result(encoder.optimize("eager").model, random_pixels(GRIDS), GRIDS)
     assert not torch.equal(found, eager)
     assert relative_error(found, exact) < 1.5 * relative_error(eager, exact)
+
+
+def test_biases_where_torch_has_matrix_units(monkeypatch, tmp_path):
+    """Every product of a family with biases, behind whatever comes after it."""
+    needs_native()
+    encoder = helpers.PAIRS["kimi_k25"](tmp_path / "checkpoint")[0]
+    precise = copy.deepcopy(encoder.model).double()
+    model = encoder.optimize("native").model.to(torch.bfloat16)
+    monkeypatch.setattr(cpu, "cpu_flags", lambda: cpu.NEEDED | cpu.MATRIX_UNITS)
+    for grids in helpers.stills_of("kimi_k25"):
+        pixels = helpers.patches_for(encoder, grids)
+        exact = result(precise, pixels, grids)
+        found = result(model, pixels, grids)
+        eager = result(encoder.optimize("eager").model, pixels, grids)
+        encoder.optimize("native")
+        assert relative_error(found, exact) < 1.5 * relative_error(eager, exact), grids
 
 
 def test_input_is_left_alone():
@@ -186,6 +204,25 @@ def test_autocast_is_pytorchs():
         eager = result(encoder.optimize("eager").model, random_pixels(GRIDS), GRIDS)
     assert native.dtype == eager.dtype
     assert relative_error(native, eager) < 0.02
+
+
+def test_fused_blocks_leave_autocast_and_everybodys_hooks_to_pytorch():
+    needs_native()
+    stack, x = loaded().model.vision_tower.encoder, torch.randn(24, 64)
+    called = []
+    with torch.no_grad():
+        assert fits_blocks(stack, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not fits_blocks(stack, x)
+        for register in (register_module_forward_hook, register_module_forward_pre_hook):
+            handle = register(lambda *_: called.append(1))
+            try:
+                assert not fits_blocks(stack, x)
+                stack(x, [(1, 4, 6)])
+            finally:
+                handle.remove()
+        assert fits_blocks(stack, x)
+    assert len(called) > 2 * len(stack.blocks)
 
 
 def test_what_auto_means(monkeypatch):

@@ -12,6 +12,7 @@ from conftest import TINY
 from moonvit.bench.measure import Timing, in_turns, peak_rise
 from moonvit.bench.plot import plot
 from moonvit.bench.report import Row, as_document, as_text, growth
+from moonvit.bench.run import benchmark, of_encoder
 from moonvit.bench.work import Work, matrix_product, square_grid, work_of
 from moonvit.cli.bench import command, wanted
 from moonvit.threads import usable_cores
@@ -76,6 +77,22 @@ def test_the_ceiling_multiplies_one_of_the_towers_matrices(encoder):
     width = encoder.config.merged_size
     assert operations == 2 * result.shape[0] * result.shape[1] * width
     assert square_grid(encoder, 449) == (1, 34, 34)
+
+
+def test_the_ceiling_is_the_products_own_rate(encoder, monkeypatch):
+    """Not the contender's: its time is another one here."""
+    contender = of_encoder("ours float32", encoder)
+    kinds = []
+
+    def timed(runs, _rounds, _told):
+        kinds.extend(name for name in runs if name != contender.name)
+        return {name: Timing((8.0,) if name == contender.name else (2.0,)) for name in runs}
+
+    monkeypatch.setattr("moonvit.bench.run.in_turns", timed)
+    row = next(benchmark([contender], [28], 1))
+    assert len(kinds) == 1
+    assert row.ceiling == matrix_product(encoder, 4)[1] / 2.0
+    assert row.timing.median == 8.0
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak of a run")

@@ -63,6 +63,12 @@ def test_another_compiler_builds_again_and_none_takes_what_is_there(cache, compi
 
 def test_without_a_compiler(cache, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(tmp_path / "absent"))
+    with pytest.raises(
+        BuildError, match=r"CXX is '.*absent', which is not there \(install g\+\+, or set CXX\)"
+    ):
+        build.library()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BuildError, match=r"no C\+\+ compiler found \(install g\+\+, or set CXX\)"):
         build.library()
     assert not cache.exists()
@@ -73,6 +79,9 @@ def test_a_compiler_that_fails(cache, compiler):
     with pytest.raises(BuildError, match="failed: simd.h:3: error: no such thing"):
         build.library()
     assert [p.name for p in cache.iterdir()] == ["lock"]
+    compiler("exit 3")
+    with pytest.raises(BuildError, match="failed: exit code 3"):
+        build.library()
 
 
 def test_a_compiler_command_that_cannot_be_read(cache, monkeypatch):

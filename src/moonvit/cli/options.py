@@ -50,7 +50,7 @@ device = click.option(
 )
 threads = click.option(
     "--threads",
-    type=click.IntRange(1),
+    type=click.IntRange(1, 1024),
     metavar="N",
     help="Processors to use. [default: those that the process may use, a container's quota included]",
 )

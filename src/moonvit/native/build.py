@@ -50,7 +50,9 @@ def library() -> Path:
     if compiler is None:
         found = sorted(directory.glob(f"{name}-*.so"), key=lambda path: path.stat().st_mtime)
         if not found:
-            raise BuildError("no C++ compiler found", "install g++, or set CXX")
+            asked = os.environ.get("CXX")
+            which = f"CXX is {asked!r}, which is not there" if asked else "no C++ compiler found"
+            raise BuildError(which, "install g++, or set CXX")
         return _checked(found[-1])
     path = directory / f"{name}-{_identity(compiler)}.so"
     if path.exists():
@@ -84,7 +86,9 @@ def _compile(compiler: list[str], path: Path) -> None:
             raise BuildError(f"the C++ compiler {compiler[0]} did not finish: {error}") from error
         if done.returncode != 0:
             said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:300])
-            raise BuildError(f"the C++ compiler {compiler[0]} failed: {said.strip()}")
+            raise BuildError(
+                f"the C++ compiler {compiler[0]} failed: {said.strip() or f'exit code {done.returncode}'}"
+            )
         made.chmod(0o600)
         made.replace(path)
     log.info("compiled the native kernels in %.1f s, kept as %s", time.perf_counter() - began, path)
