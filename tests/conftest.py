@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,13 @@ DATA = Path(__file__).parent / "data"
 TINY = DATA / "k3-tiny"
 IMAGES = DATA / "images"
 CASES = ("wide", "tall", "square", "table", "large", "clip")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts() -> None:
+    """A shell's background jobs ignore interrupts, and so would the processes that tests interrupt."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")
