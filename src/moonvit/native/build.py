@@ -25,7 +25,7 @@ log = logging.getLogger("moonvit.native")
 
 HERE = Path(__file__).parent
 SOURCES = ("attention.cpp", "elementwise.cpp", "int8.cpp", "product.cpp")
-HEADERS = ("attention.h", "elementwise.h", "int8.h", "numbers.h", "pack.h", "product.h", "simd.h")
+HEADERS = ("attention.h", "elementwise.h", "int8.h", "numbers.h", "pack.h", "panels.h", "product.h", "simd.h")
 FLAGS = (
     "-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-Wl,--as-needed",
     "-mavx2", "-mfma", "-mbmi2", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16",

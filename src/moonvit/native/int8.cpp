@@ -5,35 +5,18 @@
 // weights taken off again.
 #include "int8.h"
 
-#include <algorithm>
 #include <limits>
-#include <memory>
 
-#include "numbers.h"
+#include "panels.h"
 
 namespace moonvit {
 namespace {
 
-constexpr int kColumns = 3;
-constexpr long kOutputs = kColumns * kLanes;
 constexpr long kOffset = 128;
 
 struct Int8 {
   static __m512 step(__m512 sum, __m512i a, __m512i b) {
     return _mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum), a, b));
-  }
-};
-
-struct Room {
-  std::unique_ptr<Word[]> memory;
-  long size = 0;
-
-  Word* fit(long words) {
-    if (size < words) {
-      memory.reset(new Word[words + kLanes]);
-      size = words;
-    }
-    return reinterpret_cast<Word*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) & ~uintptr_t{63});
   }
 };
 
@@ -87,23 +70,7 @@ void pack_rows(const Int8Product& call, long row) {
     const float scale = panels.scales[row + r] = scale_of(x, call.inner);
     quantise(x, call.inner, scale, reinterpret_cast<uint8_t*>(rows + r * words));
   }
-  Word* low = panels.words + row * words;
-  exchange(rows, words, count, words, [&](long w, __m512i x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(low + w * kRows), _mm512_castsi512_si256(x));
-    if (count > kRows)
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(low + (words + w) * kRows), _mm512_extracti64x4_epi64(x, 1));
-  });
-}
-
-// The rows of the weight from `output` on, into [inner / 4, 16 columns].
-template <int columns>
-void pack_weights(const Int8Product& call, long output, Word* out) {
-  const long words = call.inner / 4;
-  for (int c = 0; c < columns; ++c) {
-    const long first = output + c * kLanes, rows = std::min<long>(kLanes, call.outputs - first);
-    exchange(reinterpret_cast<const Word*>(call.weight + first * call.inner), words, rows, words,
-             [&](long w, __m512i x) { _mm512_store_si512(out + (w * columns + c) * kLanes, x); });
-  }
+  store_panels(rows, words, count, words, panels.words + row * words);
 }
 
 template <class Kind, int columns>
@@ -124,10 +91,7 @@ void finish(const Int8Product& call, long row, long output, const __m512 (&sum)[
       Number* out = static_cast<Number*>(call.out) + (row + r) * call.out_row + at;
       __m512 y = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_castps_si512(sum[r][c]), offset));
       y = _mm512_mul_ps(y, _mm512_mul_ps(scale, _mm512_set1_ps(scales[r])));
-      if (bias) y = _mm512_add_ps(y, get(bias + at, mask));
-      if (call.epilogue == kGelu) y = gelu_tanh<Kind>(y);
-      if (call.epilogue == kAdd) y = _mm512_add_ps(y, get(out, mask));
-      put(out, mask, y);
+      conclude<Kind>(y, call.epilogue, bias ? bias + at : nullptr, out, mask);
     }
   }
 }
@@ -137,61 +101,23 @@ template <class Kind, int columns>
 void block(const Int8Product& call, long output, long begin, long end) {
   const long words = call.inner / 4;
   Word* weights = room.fit(words * columns * kLanes);
-  pack_weights<columns>(call, output, weights);
+  pack_weights<columns>(reinterpret_cast<const Word*>(call.weight), words, call.outputs, output, words, weights);
   const Word* rows = panels_of(call).words;
   for (long row = begin; row < end; row += kRows) {
     __m512 sum[kRows][columns];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-      for (int c = 0; c < columns; ++c) sum[r][c] = _mm512_setzero_ps();
+    each(sum, [](long, __m512) { return _mm512_setzero_ps(); });
     multiply<Int8>(rows + row * words, weights, words, sum);
     finish<Kind>(call, row, output, sum);
   }
 }
 
 template <class Kind>
-void block_of(const Int8Product& call, long output, long begin, long end) {
-  const long rest = call.outputs - output;
-  if (rest > 2 * kLanes) {
-    block<Kind, 3>(call, output, begin, end);
-  } else if (rest > kLanes) {
-    block<Kind, 2>(call, output, begin, end);
-  } else {
-    block<Kind, 1>(call, output, begin, end);
-  }
-}
-
-template <class Kind>
-void run_rows(const Int8Product& call) {
-  const long blocks = (call.outputs + kOutputs - 1) / kOutputs;
-  const long wanted = (4L * call.threads + blocks - 1) / blocks;  // four tasks a thread, to even out
-  const long parts = std::clamp<long>(std::min(wanted, call.rows / 128), 1, 64);
-  const long size = ((call.rows + parts - 1) / parts + kRows - 1) / kRows * kRows;
-#pragma omp parallel num_threads(call.threads)
-  {
-#pragma omp for schedule(dynamic, 4)
-    for (long row = 0; row < call.rows; row += kLanes) pack_rows<typename Kind::Number>(call, row);
-#pragma omp for schedule(dynamic, 1)
-    for (long i = 0; i < blocks * parts; ++i) {
-      const long begin = i % parts * size;
-      if (begin < call.rows) block_of<Kind>(call, i / parts * kOutputs, begin, std::min(call.rows, begin + size));
-    }
-  }
-}
-
-// As many rows at a time as the workspace holds in panels.
-template <class Kind>
 void run(const Int8Product& call) {
   using Number = typename Kind::Number;
-  const long at_once = call.work_words / (call.inner / 4 + 1) / kLanes * kLanes;
-  for (long row = 0; row < call.rows; row += at_once) {
-    Int8Product part = call;
-    part.rows = std::min(at_once, call.rows - row);
-    part.x = static_cast<const Number*>(call.x) + row * call.x_row;
-    part.out = static_cast<Number*>(call.out) + row * call.out_row;
-    run_rows<Kind>(part);
-  }
+  in_parts<Number>(call, call.inner / 4 + 1, [](const Int8Product& part) {
+    in_tasks(part, [&](long row) { pack_rows<Number>(part, row); },
+             [&](auto columns, long output, long begin, long end) { block<Kind, columns>(part, output, begin, end); });
+  });
 }
 
 }  // namespace

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from moonvit.native.attention import KINDS
 from moonvit.native.library import Int8Product, kernels
-from moonvit.native.product import EPILOGUES
-from moonvit.native.workspace import workspace
+from moonvit.native.product import EPILOGUES, check_product, room_for_rows
 
 MAX_INNER = 65536
 """Sums of more products could leave 32 bits."""
@@ -36,14 +35,9 @@ def int8_product(
         out_RN: of x's type with contiguous rows, not overlapping x.
         then: "store"; "gelu_tanh"; or "add" to what `out` holds, before it is rounded.
     """
+    check_product(x_RK, weight_NK, out_RN)
     rows, inner = x_RK.shape
-    if weight_NK.shape[1] != inner or out_RN.shape != (rows, len(weight_NK)):
-        shapes = [tuple(x.shape) for x in (x_RK, weight_NK, out_RN)]
-        raise ValueError(f"x, weight and out are {shapes}, which do not fit together")
-    if x_RK.stride(1) != 1 or out_RN.stride(1) != 1 or not weight_NK.is_contiguous():
-        raise ValueError("rows of x and out, and the weight, must be contiguous")
-    row = inner + 4
-    work = workspace("rows", max(16 * row, min(-(-rows // 16) * 16 * row, _PACKED)))
+    work = room_for_rows(rows, inner + 4, _PACKED)
     call = Int8Product(
         x=x_RK.data_ptr(), x_row=x_RK.stride(0), weight=weight_NK.data_ptr(), scale=scale_N.data_ptr(),
         sums=sums_N.data_ptr(), bias=None if bias_N is None else bias_N.data_ptr(), out=out_RN.data_ptr(),
