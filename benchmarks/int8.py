@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from torch.nn import functional as F
 
 from moonvit.bench.measure import in_turns
 from moonvit.encoder import Encoder
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
 def load(path: Path, dtype: str, backend: str, quantize: str | None, layers: int) -> Encoder:
@@ -34,18 +35,6 @@ def load(path: Path, dtype: str, backend: str, quantize: str | None, layers: int
 def run(encoder: Encoder, pixels: Tensor, side: int) -> Tensor:
     with torch.no_grad():
         return encoder.model(pixels, [(1, side // 14, side // 14)])[0]
-
-
-def cpu_turns(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, ...]]:
-    """As `in_turns`, by the processor time of the one thread."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 1):
-        for name, work in runs.items():
-            began = time.thread_time()
-            work()
-            if number:
-                taken[name].append(time.thread_time() - began)
-    return {name: tuple(seconds) for name, seconds in taken.items()}
 
 
 def compared(seconds: dict[str, tuple[float, ...]], backends: list[str], dtype: str) -> dict[str, Any]:
@@ -79,7 +68,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=27, help="Blocks to keep; a pass is linear in them.")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--exact", action="store_true")
     arguments = parser.parse_args()
     if arguments.clock == "cpu":
@@ -94,10 +83,10 @@ def main() -> None:
     for side in arguments.sides:
         pixels = torch.rand(side * side // 196, 3, 14, 14, generator=torch.Generator().manual_seed(0)) * 2 - 1
         runs = {name: lambda e=encoder, s=side, p=pixels: run(e, p, s) for name, encoder in encoders.items()}
-        if arguments.clock == "cpu":
-            seconds = cpu_turns(runs, arguments.rounds)
-        else:
-            seconds = {name: timing.seconds for name, timing in in_turns(runs, arguments.rounds).items()}
+        seconds = {
+            name: timing.seconds
+            for name, timing in in_turns(runs, arguments.rounds, clock=CLOCKS[arguments.clock]).items()
+        }
         row = {"side": side, "layers": arguments.layers, "threads": torch.get_num_threads()}
         row |= compared(seconds, arguments.backends, arguments.dtype)
         if arguments.exact:

@@ -7,21 +7,15 @@ Its text model is a small one: only the tower and the projector are for benchmar
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
 
-TEXT = {
-    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 16, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64, "n_routed_experts": 2,
-    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8,
-    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1,
-    "moe_intermediate_size": 8,
-}  # fmt: skip
-PIXELS = {
-    "image_processor_type": "Kimi_K25ImageProcessor", "max_patches": 16384, "patch_size": 14, "merge_size": 2,
-    "size": {"max_height": 512, "max_width": 512}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-}  # fmt: skip
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from parity_helpers import DEEPSEEK_TEXT, K25_NATIVE_PIXELS  # noqa: E402
 
 
 def main() -> None:
@@ -32,12 +26,14 @@ def main() -> None:
     directory = parser.parse_args().directory
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    model = Kimi_K25ForConditionalGeneration(Kimi_K25Config(text_config=TEXT))
+    model = Kimi_K25ForConditionalGeneration(
+        Kimi_K25Config(text_config={**DEEPSEEK_TEXT, "hidden_size": 7168})
+    )
     for name, parameter in model.model.named_parameters():
         if "norm" not in name:
             parameter.data.normal_(0, 0.02)
     model.save_pretrained(directory)
-    (directory / "preprocessor_config.json").write_text(json.dumps(PIXELS, indent=2) + "\n")
+    (directory / "preprocessor_config.json").write_text(json.dumps(K25_NATIVE_PIXELS, indent=2) + "\n")
 
 
 if __name__ == "__main__":

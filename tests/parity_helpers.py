@@ -244,34 +244,36 @@ def qwen3_5_pair(directory: Path) -> tuple[Encoder, Any]:
     return qwen3_pair(directory, Qwen3_5ForConditionalGeneration(config))
 
 
+DEEPSEEK_TEXT = {
+    "model_type": "deepseek_v3", "hidden_size": 40, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64, "n_routed_experts": 2,
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+}  # fmt: skip
+K25_NATIVE_PIXELS = {
+    "image_processor_type": "Kimi_K25ImageProcessor", "max_patches": 16384, "patch_size": 14,
+    "merge_size": 2, "size": {"max_height": 512, "max_width": 512}, **HALVES,
+}  # fmt: skip
+
+
 def native_k25(directory: Path, raw: bool) -> tuple[Encoder, Any]:
     """Our encoder over what transformers writes for its own `kimi_k25`: its layout or the raw one."""
     from transformers.models.kimi_k25 import Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
-    text = {
-        "model_type": "deepseek_v3", "hidden_size": 40, "intermediate_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64, "n_routed_experts": 2,
-        "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8,
-        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1,
-        "moe_intermediate_size": 8,
-    }  # fmt: skip
     vision = {
         "num_hidden_layers": 3, "hidden_size": 72, "num_attention_heads": 3, "intermediate_size": 160,
         "pos_emb_height": 8, "pos_emb_width": 8,
     }  # fmt: skip
-    config = Kimi_K25Config(text_config=text, vision_config=vision, projection_hidden_size=72)
+    config = Kimi_K25Config(text_config=DEEPSEEK_TEXT, vision_config=vision, projection_hidden_size=72)
     model = Kimi_K25ForConditionalGeneration(config)
     tower, projector = randomize(model.model.vision_tower, 9), randomize(model.model.mm_projector, 10)
-    native = {
-        "image_processor_type": "Kimi_K25ImageProcessor", "max_patches": 16384, "patch_size": 14,
-        "merge_size": 2, "size": {"max_height": 512, "max_width": 512}, **HALVES,
-    }  # fmt: skip
 
     def reference(pixels: torch.Tensor, grids: list) -> list[torch.Tensor]:
         rows = projector(tower(pixels, torch.tensor(grids)).pooler_output).reshape(-1, 40)
         return list(rows.split([h * w // 4 for _, h, w in grids]))
 
-    return saved(model, directory, native, save_original_format=raw), reference
+    return saved(model, directory, K25_NATIVE_PIXELS, save_original_format=raw), reference
 
 
 def kimi_k25_native_pair(directory: Path) -> tuple[Encoder, Any]:

@@ -36,6 +36,18 @@ def result(model, pixels, grids):
         return torch.cat(model(pixels, grids))
 
 
+def check_as_exact_as_eager(encoder, dtype, batches):
+    precise = copy.deepcopy(encoder.model).double()
+    model = encoder.optimize("native").model.to(dtype)
+    for grids in batches:
+        pixels = helpers.patches_for(encoder, grids)
+        exact = result(precise, pixels, grids)
+        native = result(model, pixels, grids)
+        eager = result(encoder.optimize("eager").model, pixels, grids)
+        encoder.optimize("native")
+        assert relative_error(native, exact) < 1.5 * relative_error(eager, exact), grids
+
+
 @pytest.fixture(scope="module")
 def exact():
     return result(loaded("float64", "eager").model, random_pixels(GRIDS), GRIDS)
@@ -57,15 +69,7 @@ def test_native_is_as_exact_as_eager(dtype, exact):
 def test_native_in_every_family(name, dtype, tmp_path):
     needs_native()
     encoder = helpers.PAIRS[name](tmp_path / "checkpoint")[0]
-    precise = copy.deepcopy(encoder.model).double()
-    model = encoder.optimize("native").model.to(getattr(torch, dtype))
-    for grids in helpers.stills_of(name) + helpers.clips_of(name):
-        pixels = helpers.patches_for(encoder, grids)
-        exact = result(precise, pixels, grids)
-        native = result(model, pixels, grids)
-        eager = result(encoder.optimize("eager").model, pixels, grids)
-        encoder.optimize("native")
-        assert relative_error(native, exact) < 1.5 * relative_error(eager, exact), grids
+    check_as_exact_as_eager(encoder, getattr(torch, dtype), helpers.stills_of(name) + helpers.clips_of(name))
 
 
 def test_native_where_torch_has_matrix_units(monkeypatch, exact):
@@ -83,16 +87,8 @@ def test_biases_where_torch_has_matrix_units(monkeypatch, tmp_path):
     """Every product of a family with biases, behind whatever comes after it."""
     needs_native()
     encoder = helpers.PAIRS["kimi_k25"](tmp_path / "checkpoint")[0]
-    precise = copy.deepcopy(encoder.model).double()
-    model = encoder.optimize("native").model.to(torch.bfloat16)
     monkeypatch.setattr(cpu, "cpu_flags", lambda: cpu.NEEDED | cpu.MATRIX_UNITS)
-    for grids in helpers.stills_of("kimi_k25"):
-        pixels = helpers.patches_for(encoder, grids)
-        exact = result(precise, pixels, grids)
-        found = result(model, pixels, grids)
-        eager = result(encoder.optimize("eager").model, pixels, grids)
-        encoder.optimize("native")
-        assert relative_error(found, exact) < 1.5 * relative_error(eager, exact), grids
+    check_as_exact_as_eager(encoder, torch.bfloat16, helpers.stills_of("kimi_k25"))
 
 
 def test_input_is_left_alone():

@@ -26,7 +26,10 @@ class Timing:
 
 
 def in_turns(
-    runs: Mapping[str, Run], rounds: int, told: Callable[[str, float], None] | None = None
+    runs: Mapping[str, Run],
+    rounds: int,
+    told: Callable[[str, float], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Each run once untimed, then `rounds` times all of them, one after the other: A B C, A B C, ..."""
     if rounds < 1:
@@ -36,9 +39,9 @@ def in_turns(
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            began = time.perf_counter()
+            began = clock()
             run()
-            taken[name].append(time.perf_counter() - began)
+            taken[name].append(clock() - began)
             if told is not None:
                 told(name, taken[name][-1])
     return {name: Timing(tuple(values)) for name, values in taken.items()}
