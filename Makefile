@@ -10,7 +10,7 @@ demo: $(VENV)/installed $(filter build/k3-random,$(MODEL))
 	$(BIN)/moonvit encode examples/rocket.jpg --model $(MODEL) -o build/demo.safetensors
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -304,7 +304,9 @@ FRAME = np.zeros((8, 8, 3), np.uint8)
 
 
 @pytest.mark.parametrize(
-    "video", [b"bytes", 5, Image.fromarray(FRAME), FRAME, np.zeros((2, 2, 8, 8, 3), np.uint8)], ids=repr
+    "video",
+    [b"bytes", 5, Image.fromarray(FRAME), FRAME, np.zeros((2, 2, 8, 8, 3), np.uint8)],
+    ids=["bytes", "number", "picture", "one frame", "five dimensions"],
 )
 def test_what_is_no_video(qwen3, video):
     with pytest.raises(ImageError, match="neither a path nor frames"):
