@@ -122,6 +122,7 @@ def test_every_shape_is_transformers(name):
         tower = TOWERS[model_type](theirs(model_type, vision))
     shapes = {f"visual.{key}": tuple(value.shape) for key, value in tower.state_dict().items()}
     assert expected_shapes(family.empty_model(ours)) == shapes
+    assert [name for name in shapes if not family.names.knows(name)] == []
     named = ("eps", "variance_epsilon")
     epsilons = {getattr(part, name) for part in tower.modules() for name in named if hasattr(part, name)}
     assert epsilons == {ours.norm_eps}

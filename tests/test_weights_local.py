@@ -239,7 +239,8 @@ def test_broken_index(tiny_copy, text, message):
 
 
 def test_two_indexes(tiny_copy):
-    (tiny_copy / "other.safetensors.index.json").write_text("{}")
+    (tiny_copy / "model.safetensors.index.json").rename(tiny_copy / "a.safetensors.index.json")
+    (tiny_copy / "b.safetensors.index.json").write_text("{}")
     assert "more than one index" in str(refusal(tiny_copy))
 
 

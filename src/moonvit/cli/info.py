@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "geometry": asdict(vision) | {"head_dim": vision.head_dim} if vision else None,
         "preprocessor": asdict(pixels) if pixels else None,
         "tensors": {"found": len(checkpoint.tensors), "expected": len(expected) or None},
+        "names": {"prefixes": checkpoint.reading.prefixes, "wrappers": checkpoint.reading.wrappers},
         "projector": not tower_only(checkpoint),
         "parameters": sum(_count(stored.entry.shape) for stored in checkpoint.tensors.values()),
         "bytes": checkpoint.nbytes,
@@ -96,6 +98,10 @@ def _count(shape: tuple[int, ...]) -> int:
     return total
 
 
+def _listed(parts: Sequence[str]) -> str:
+    return " and ".join(f'"{printable(part)}"' for part in parts)
+
+
 def _print(document: dict[str, Any]) -> None:
     click.echo(document["path"])
     for title in ("geometry", "preprocessor"):
@@ -106,6 +112,11 @@ def _print(document: dict[str, Any]) -> None:
         f"  {tensors['found']} of {tensors['expected'] or '?'} tensors, "
         f"{document['parameters']:,} parameters, {document['bytes']:,} bytes, {' '.join(document['dtypes'])}"
     )
+    names = document["names"]
+    if any(names["prefixes"]):
+        click.echo(f"  names: read behind {_listed(names['prefixes'])}")
+    if names["wrappers"]:
+        click.echo(f"  names: read without the wrappers {_listed(names['wrappers'])}")
     for shard in document["shards"]:
         click.echo(f"  {shard['file']}: {shard['tensors']} vision tensors, {shard['bytes']:,} bytes")
     if not document["projector"]:

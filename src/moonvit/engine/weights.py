@@ -14,9 +14,8 @@ from torch import Tensor
 
 from moonvit.errors import WeightsError
 from moonvit.weights.header import TensorEntry
-from moonvit.weights.index import TORCH_DTYPES, Checkpoint, as_tensor, check_name
+from moonvit.weights.index import TORCH_DTYPES, Checkpoint, as_tensor, check_adapter, check_name
 from moonvit.weights.load import converted
-from moonvit.weights.names import canonical_names
 
 PREFIXES = {
     "model.language_model.": "",
@@ -68,9 +67,10 @@ class TextWeights:
         self.stored: dict[str, Stored] = {}
         self.faults: list[str] = []
         self._lost: set[str | None] = set()
-        heads = (PREDICTS.fullmatch(inner_name(name) or "") for name in checkpoint.weight_map)
+        check_adapter(checkpoint, text=True)
+        heads = (PREDICTS.fullmatch(self._inner(name) or "") for name in checkpoint.weight_map)
         self._ahead = {int(head[1]) for head in heads if head and int(head[1]) >= layers}
-        vision = canonical_names(checkpoint.weight_map, checkpoint.names)
+        vision = checkpoint.reading.stored
         by_shard: dict[str, list[str]] = {}
         for name, shard in checkpoint.weight_map.items():
             if name not in vision:
@@ -78,16 +78,19 @@ class TextWeights:
         for shard, names in sorted(by_shard.items()):
             self._open(shard, names)
 
+    def _inner(self, name: str) -> str | None:
+        return inner_name(self.checkpoint.reading.inner(name))
+
     def _open(self, shard: str, names: Iterable[str]) -> None:
         try:
             check_name(shard)
             header = self.checkpoint.header(shard)
         except WeightsError as error:
             self.faults.extend(f"{shard[:200]}: {fault}" for fault in error.faults)
-            self._lost.update(map(inner_name, names))
+            self._lost.update(map(self._inner, names))
             return
         for name in names:
-            inner = inner_name(name)
+            inner = self._inner(name)
             if inner is None:
                 self.faults.append(f"{name}: in {shard}, but no part of this family")
             elif name not in header.tensors:

@@ -5,6 +5,7 @@ can be reported all at once.
 """
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -18,8 +19,10 @@ from moonvit.errors import ConfigError, FetchError, WeightsError
 from moonvit.fields import Fields, parse_json, shown
 from moonvit.lazy import lazy
 from moonvit.weights.header import Header, TensorEntry
-from moonvit.weights.names import KIMI_K3, NameMap, canonical_names
+from moonvit.weights.names import KIMI_K3, NameMap, Reading, read_names
 from moonvit.weights.small import SmallFiles
+
+log = logging.getLogger("moonvit")
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -30,6 +33,8 @@ TORCH_DTYPES = {
 """The types in which vision weights are taken."""
 
 INDEX_SUFFIX = ".safetensors.index.json"
+SINGLE, SINGLE_INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
 MAX_SHARDS = 256
 """Files that hold vision tensors; each is one more header to read."""
 
@@ -83,8 +88,11 @@ class Checkpoint(SmallFiles):
         self.lost: set[str] = set()
         self.tensors: dict[str, StoredTensor] = {}
         self.shards: dict[str, Header] = {}
+        check_adapter(self)
         by_shard: dict[str, dict[str, str]] = {}
-        for stored, name in self._vision_names().items():
+        self.faults += self.reading.faults()
+        self.lost.update(self.reading.doubled)
+        for stored, name in self.reading.names.items():
             by_shard.setdefault(self.weight_map[stored], {})[stored] = name
         if len(by_shard) > MAX_SHARDS:
             raise WeightsError(
@@ -107,9 +115,11 @@ class Checkpoint(SmallFiles):
     def weight_map(self) -> dict[str, str]:
         """{name as stored: file name} of all tensors, from the index or, without one, from the headers."""
         names = self.file_names()
-        if self._index_name:
-            return self._read_index(self._index_name)
+        weight_map = self._read_index(self._index_name) if self._index_name else None
+        if weight_map is not None and not self._outdated(weight_map, names):
+            return weight_map
         files = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+        files = [SINGLE] if weight_map is not None else [name for name in files if name != ADAPTER]
         if not files:
             fault = "no *.safetensors.index.json and no *.safetensors file"
             mmproj = [name for name in names if name.endswith(".gguf")]
@@ -140,19 +150,30 @@ class Checkpoint(SmallFiles):
     @lazy
     def _index_name(self) -> str | None:
         indexes = [name for name in self.file_names() if name.endswith(INDEX_SUFFIX) and "/" not in name]
+        if SINGLE_INDEX in indexes:
+            return SINGLE_INDEX
         if len(indexes) > 1:
             raise WeightsError(self.where, [f"more than one index: {', '.join(sorted(indexes))}"])
         return indexes[0] if indexes else None
 
-    def _vision_names(self) -> dict[str, str]:
-        """Names as stored to released ones; files without an index are each understood by themselves."""
-        if self._index_name:
-            return canonical_names(self.weight_map, self.names)
-        by_file: dict[str, list[str]] = {}
-        for name, file in self.weight_map.items():
-            by_file.setdefault(file, []).append(name)
-        understood = (canonical_names(names, self.names) for names in by_file.values())
-        return {old: new for found in understood for old, new in found.items()}
+    @lazy
+    def reading(self) -> Reading:
+        """Which of all tensors are the vision half's, and how their names were read."""
+        return read_names(self.weight_map, self.names)
+
+    def _outdated(self, weight_map: Mapping[str, str], names: Iterable[str]) -> bool:
+        """Whether a single file stands beside an index of other files: transformers reads the file.
+
+        Saving a model twice into one directory makes it, first in shards and then whole.
+        """
+        if self._index_name != SINGLE_INDEX or SINGLE not in names or SINGLE in weight_map.values():
+            return False
+        log.warning(
+            "%s: %s is read, as transformers does, and %s, which names other files, is not; delete the one "
+            "that is outdated",
+            self.where, SINGLE, SINGLE_INDEX,
+        )  # fmt: skip
+        return True
 
     def _names_in(self, files: Iterable[str]) -> dict[str, str]:
         weight_map: dict[str, str] = {}
@@ -190,16 +211,41 @@ class Checkpoint(SmallFiles):
             return
         self.shards[shard] = header
         mlx = header.metadata.get("format") == "mlx"
-        for stored in sorted(canonical_names(header.tensors, self.names).keys() - names.keys()):
+        for stored in sorted(read_names(header.tensors, self.names).stored - self.reading.stored):
             self.faults.append(f"{stored}: in {shard}, but the index does not place it there")
         for stored, name in names.items():
             if stored not in header.tensors:
                 self.faults.append(f"{stored}: not in {shard}, where the index places it")
                 self.lost.add(name)
-            elif name in self.tensors:
-                self.faults.append(f"{name}: named twice, the second time as {stored} in {shard}")
             else:
                 self.tensors[name] = StoredTensor(shard, header.tensors[stored], mlx)
+
+
+def check_adapter(checkpoint: Checkpoint, text: bool = False) -> None:
+    """`WeightsError` where an adapter that changes the vision half lies beside it, or one alone.
+
+    Transformers applies what `adapter_config.json` describes to the base, so that reading the base alone
+    would give other numbers. An adapter of the text half matters only with `text`.
+    """
+    names = set(checkpoint.file_names())
+    there = sorted(names & {"adapter_config.json", ADAPTER, "adapter_model.bin"})
+    if not there or (not text and _changes_text_only(checkpoint, names)):
+        return
+    raise WeightsError(
+        checkpoint.where,
+        [f"{' and '.join(there)}: an adapter, which changes the weights when transformers loads them"],
+        "merge it first (peft: merge_and_unload) or take its files out of the folder",
+    )
+
+
+def _changes_text_only(checkpoint: Checkpoint, names: set[str]) -> bool:
+    base = any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names - {ADAPTER})
+    return base and ADAPTER in names and not adapted_vision(checkpoint)
+
+
+def adapted_vision(checkpoint: Checkpoint) -> set[str]:
+    """Names of the adapter's tensors that belong to the vision half."""
+    return read_names(checkpoint.header(ADAPTER).tensors, checkpoint.names).stored
 
 
 def check_name(name: str) -> None:

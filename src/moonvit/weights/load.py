@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from moonvit.errors import WeightsError
 from moonvit.towers.base import VisionModel
 from moonvit.weights.index import TORCH_DTYPES, Checkpoint
+from moonvit.weights.names import MAPS, companion, read_names
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -37,7 +38,8 @@ def checkpoint_faults(checkpoint: Checkpoint, expected: Shapes) -> list[str]:
             faults.append(f"{name}: shape {list(stored.entry.shape)} {where}, expected {list(shape)}")
     for name in sorted(checkpoint.tensors.keys() - expected.keys()):
         stored = checkpoint.tensors[name]
-        faults.append(f"{stored.entry.name}: in {stored.shard}, but this geometry has no such tensor")
+        what = companion(stored.entry.name) or "but this geometry has no such tensor"
+        faults.append(f"{stored.entry.name}: in {stored.shard}, {what}")
     return faults
 
 
@@ -83,15 +85,21 @@ def tower_only(checkpoint: Checkpoint) -> bool:
 def check_loadable(model: nn.Module, checkpoint: Checkpoint) -> None:
     """`WeightsError`, holding every fault, unless the checkpoint fills the module exactly."""
     if not checkpoint.tensors and not checkpoint.faults:
-        roots = sorted(checkpoint.names.roots, reverse=True)
+        roots = " or ".join(f"{root}*" for root in reversed(checkpoint.names.released_roots))
         raise WeightsError(
-            checkpoint.where,
-            [f"no vision tensors: nothing named {' or '.join(f'{root}*' for root in roots)}"],
-            "this checkpoint is text only",
+            checkpoint.where, [f"no vision tensors: nothing named {roots}"], _other(checkpoint)
         )
     faults = checkpoint_faults(checkpoint, stored_shapes(model, checkpoint))
     if faults:
         raise WeightsError(checkpoint.where, faults, _HINT)
+
+
+def _other(checkpoint: Checkpoint) -> str:
+    """What a checkpoint without this family's vision tensors holds."""
+    for family, names in MAPS.items():
+        if found := read_names(checkpoint.weight_map, names).names:
+            return f"{min(found)} is named as {family}'s are; does config.json belong to these weights?"
+    return "this checkpoint is text only"
 
 
 def load_weights(model: VisionModel, checkpoint: Checkpoint, dtype: torch.dtype) -> None:

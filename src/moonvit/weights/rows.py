@@ -49,7 +49,10 @@ class Table:
 def embedding_table(checkpoint: Checkpoint) -> Table:
     """The table of a checkpoint, by the header of its shard; `WeightsError` if there is none."""
     names = TABLE_NAMES + (TIED_NAMES if _is_tied(checkpoint) else ())
-    name = next((name for name in names if name in checkpoint.weight_map), None)
+    stored = {
+        inner: name for name in checkpoint.weight_map if (inner := checkpoint.reading.inner(name)) in names
+    }
+    name = next((stored[name] for name in names if name in stored), None)
     if name is None:
         raise WeightsError(
             checkpoint.where, [f"no text embedding table; looked for {', '.join(TABLE_NAMES)}"]
